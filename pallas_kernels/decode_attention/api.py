@@ -1,0 +1,47 @@
+"""`decode_attention`: the contract, and the choice of a back end."""
+
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.backend import select_backend
+from pallas_kernels.decode_attention import reference
+
+_BACKENDS = {"reference": reference.decode_attention}
+
+
+def decode_attention(
+    q_BHD: Float[Array, "B H D"],
+    k_BKCD: Float[Array, "B K C D"],
+    v_BKCD: Float[Array, "B K C D"],
+    position_BKC: Int[Array, "B K C"],
+    k_new_BKD: Float[Array, "B K D"],
+    v_new_BKD: Float[Array, "B K D"],
+    slot_BK: Int[Array, "B K"],
+    *,
+    return_probabilities: bool = False,
+    backend: str = "auto",
+) -> tuple[
+    Float[Array, "B H D"],
+    Float[Array, "B H"],
+    Float[Array, "B K C D"],
+    Float[Array, "B K C D"],
+    Float[Array, "B H C"] | None,
+]:
+    """Writes the new row into its slot and attends over the occupied slots, scores scaled by 1 / sqrt(D).
+
+    Args:
+        q_BHD: one query per row, after rotary embedding.
+        k_BKCD, v_BKCD: the cache; donate them, so that the row is written in place.
+        position_BKC: position of the token in each slot, the new one included; negative slots are empty.
+        k_new_BKD, v_new_BKD: the row of the new token.
+        slot_BK: where it lands. A slot of C or more writes nothing.
+        return_probabilities: also return the attention paid to every slot.
+
+    Returns:
+        Output (dtype of q), log-sum-exp (float32, or float64 for float64 inputs), both caches, and the probabilities
+        (0 at empty slots) or None. A row whose slots are all empty gets output 0 and log-sum-exp -inf.
+
+    Raises:
+        BackendError: the back end is unknown or refuses the arguments.
+    """
+    run = _BACKENDS[select_backend("decode_attention", backend, _BACKENDS)]
+    return run(q_BHD, k_BKCD, v_BKCD, position_BKC, k_new_BKD, v_new_BKD, slot_BK, return_probabilities)

@@ -1,0 +1,45 @@
+"""`masked_attention`: the contract, and the choice of a back end."""
+
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.backend import select_backend
+from pallas_kernels.masked_attention import reference
+
+NEVER = 2**31 - 1
+"""The expiry of a token that is never evicted."""
+
+_BACKENDS = {"reference": reference.masked_attention}
+
+
+def masked_attention(
+    q_BTHD: Float[Array, "B T H D"],
+    k_BSKD: Float[Array, "B S K D"],
+    v_BSKD: Float[Array, "B S K D"],
+    expiry_BKS: Int[Array, "B K S"],
+    segment_BS: Int[Array, "B S"],
+    *,
+    bias_BKS: Float[Array, "B K S"] | None = None,
+    bias_delay: int = 0,
+    backend: str = "auto",
+) -> tuple[Float[Array, "B T H D"], Float[Array, "B H T"]]:
+    """Causal grouped-query attention under expiry, scaled by 1 / sqrt(D).
+
+    Query `q` sees key `t` iff `t <= q`, `q < expiry[t]`, and both are in the same segment. `t`, `q` and `expiry` count
+    positions in the row (T = S). Query head `h` reads KV head `h // (H / K)`.
+
+    Args:
+        q_BTHD, k_BSKD, v_BSKD: after rotary embedding; any float dtype.
+        expiry_BKS: first query position that no longer sees the key; `NEVER` keeps it.
+        segment_BS: document of each position; 0 is padding, which sees nothing and is seen by nothing.
+        bias_BKS: added to the score of key `t` for queries `q >= t + bias_delay` (soft eviction, as in DMS and DMC).
+        backend: "auto" or the name of a back end.
+
+    Returns:
+        Output in the dtype of `q`, and the log-sum-exp of the scaled scores in float32 (float64 for float64 inputs).
+        A query that sees nothing gets output 0 and log-sum-exp -inf. Both are differentiable in q, k, v and the bias.
+
+    Raises:
+        BackendError: the back end is unknown or refuses the arguments.
+    """
+    run = _BACKENDS[select_backend("masked_attention", backend, _BACKENDS)]
+    return run(q_BTHD, k_BSKD, v_BSKD, expiry_BKS, segment_BS, bias_BKS, bias_delay)

@@ -1,0 +1,25 @@
+"""Shared by all tests: the platform, deterministic hypothesis runs, and float64.
+
+`pyproject.toml` puts this folder on the import path, so tests anywhere below may import `oracles`.
+"""
+
+import os
+from collections.abc import Iterator
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Nearly all of the suite's time is XLA compiling small programs that then run once.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+
+import hypothesis
+import jax
+import pytest
+
+hypothesis.settings.register_profile("kvpop", derandomize=True, deadline=None, database=None)
+hypothesis.settings.load_profile("kvpop")
+
+
+@pytest.fixture
+def float64() -> Iterator[None]:
+    """Runs the test with 64-bit types enabled; without it JAX rounds every float64 to float32."""
+    with jax.enable_x64(True):
+        yield
