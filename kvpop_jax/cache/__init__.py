@@ -1,0 +1,34 @@
+"""The bounded cache of one layer: unordered slots, one victim per step, exact accounting of its budget.
+
+- `budget`: how a budget is spent (`CachePlan`).
+- `layer`: the slots and what happens to them (`LayerCache`).
+"""
+
+from kvpop_jax.cache.budget import CachePlan, plan_cache
+from kvpop_jax.cache.layer import (
+    PROTECTED,
+    LayerCache,
+    Leaving,
+    cache_from_prompt,
+    choose_victim,
+    leaving_token,
+    live_entries,
+    place,
+    replace_priority,
+    survived,
+)
+
+__all__ = [
+    "PROTECTED",
+    "CachePlan",
+    "LayerCache",
+    "Leaving",
+    "cache_from_prompt",
+    "choose_victim",
+    "leaving_token",
+    "live_entries",
+    "place",
+    "plan_cache",
+    "replace_priority",
+    "survived",
+]

@@ -1,0 +1,75 @@
+"""How a budget is spent. Policies are compared only at equal budgets, so every entry is accounted for."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvpop_jax.errors import UserError
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """Entries per KV head of one layer's cache.
+
+    Attributes:
+        budget: what was asked for: sinks + window + pool + state_entries.
+        sinks: first tokens that never leave.
+        window: most recent tokens, the query included, that never leave.
+        pool: slots that all other tokens compete for.
+        state_entries: what the policy's own state (the scorer's memory, say) would hold as entries, rounded up.
+        scratch: slots beyond the budget that a policy needs within a step; reported, never hidden.
+    """
+
+    budget: int
+    sinks: int
+    window: int
+    pool: int
+    state_entries: int
+    scratch: int
+
+    @property
+    def slots(self) -> int:
+        """Slots that are allocated."""
+        return self.sinks + self.window + self.pool + self.scratch
+
+    def pool_beside(self, pinned: Any) -> Any:
+        """Slots of the pool beside `pinned` tokens that never leave (a number or an array of them)."""
+        return self.pool - (pinned - self.sinks)
+
+    def check_prompt(self, length: int) -> None:
+        """Refuses to pin a prompt that would leave no pool.
+
+        Raises:
+            UserError: naming both lengths.
+        """
+        longest = self.sinks + self.pool - 1
+        if length > longest:
+            raise UserError(
+                f"pin_prompt: a prompt of {length} tokens leaves no pool in a budget of {self.budget}; "
+                f"it may have {longest} (window {self.window}, policy state {self.state_entries})"
+            )
+
+
+def plan_cache(
+    policy: str, budget: int, *, sinks: int, window: int, state_bytes: int, entry_bytes: int, scratch: int = 0
+) -> CachePlan:
+    """Splits a budget.
+
+    Args:
+        policy: its name, for the error.
+        budget: entries per KV head.
+        sinks, window: as in `CachePlan`.
+        state_bytes: bytes per KV head of the policy's own state.
+        entry_bytes: bytes of one key and one value.
+        scratch: extra slots.
+
+    Raises:
+        UserError: nothing is left for the pool.
+    """
+    state_entries = -(-state_bytes // entry_bytes)
+    pool = budget - sinks - window - state_entries
+    if pool < 1:
+        raise UserError(
+            f"budget {budget} leaves no pool for policy {policy}: sinks {sinks} + window {window} + "
+            f"policy state {state_entries} take {budget - pool}; ask for at least {budget - pool + 1}"
+        )
+    return CachePlan(budget, sinks, window, pool, state_entries, scratch)

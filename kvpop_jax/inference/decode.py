@@ -1,0 +1,181 @@
+"""A batch of sequences on bounded caches: prefill once, then many steps per dispatch, nothing growing.
+
+All functions are pure and meant to be jitted with the state donated. Layers are unrolled and their caches a list, so
+capacities may differ per layer and no step copies a stack of weights.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from kvpop_jax.cache import CachePlan, LayerCache
+from kvpop_jax.eviction import token_layout
+from kvpop_jax.inference.sampling import SamplingParams, sample
+from kvpop_jax.models import DecoderParams, LayerInputs, ModelConfig, apply_layers, unembed
+from kvpop_jax.policies import NewToken, Policy, Prompt
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["caches", "token_B", "log_prob_B", "position_B", "prompt_B", "seed_B", "done_B"],
+    meta_fields=[],
+)
+@dataclass(frozen=True)
+class DecodeState:
+    """Where every row stands.
+
+    Attributes:
+        caches: one per layer.
+        token_B: the last sampled token, the next to be fed; `log_prob_B` is its log-probability.
+        position_B: its position.
+        prompt_B: length of its prompt.
+        seed_B: the row's random stream.
+        done_B: rows that have emitted a stop token. They go on computing, and what they emit is dropped.
+    """
+
+    caches: list[LayerCache]
+    token_B: Int[Array, "B"]
+    log_prob_B: Float[Array, "B"]
+    position_B: Int[Array, "B"]
+    prompt_B: Int[Array, "B"]
+    seed_B: Int[Array, "B"]
+    done_B: Bool[Array, "B"]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is fixed when a generator is compiled: the model, one policy and cache plan per layer, and pinning."""
+
+    config: ModelConfig
+    policies: tuple[Policy, ...]
+    plans: tuple[CachePlan, ...]
+    pin_prompt: bool
+
+
+def prefill(
+    setup: Setup,
+    params: DecoderParams,
+    scorers: Sequence[Any],
+    token_BS: Int[Array, "B S"],
+    length_B: Int[Array, "B"],
+    seed_B: Int[Array, "B"],
+) -> tuple[Float[Array, "B V"], list[LayerCache]]:
+    """Runs right-padded prompts and compacts what survives.
+
+    Args:
+        setup: model, policies, plans.
+        params: of the model.
+        scorers: parameters of each layer's policy, None where it has none.
+        token_BS: prompts, padded on the right.
+        length_B: tokens of each prompt, at least 1.
+        seed_B: one seed per row.
+
+    Returns:
+        Logits after each prompt's last token, and the caches.
+    """
+    index_S = jnp.arange(token_BS.shape[1])
+    segment_BS = (index_S < length_B[:, None]).astype(jnp.int32)
+    prompt_BS = segment_BS > 0 if setup.pin_prompt else None
+
+    def attend(layer: int, inputs: LayerInputs) -> tuple[Float[Array, "B S H D"], LayerCache]:
+        plan, policy = setup.plans[layer], setup.policies[layer]
+        layout = token_layout(segment_BS, sinks=plan.sinks, pool=plan.pool, prompt_BS=prompt_BS)
+        prompt = Prompt(token_BS, inputs.hidden_BTE, inputs.q_BTHD, inputs.k_BTKD, inputs.v_BTKD, layout, seed_B, layer)
+        return policy.prefill(scorers[layer], prompt, plan)
+
+    position_BS = jnp.broadcast_to(index_S, token_BS.shape)
+    hidden_BSE, caches = apply_layers(setup.config, params, token_BS, position_BS, attend)
+    last_BE = jnp.take_along_axis(hidden_BSE, (length_B - 1)[:, None, None], axis=1)[:, 0]
+    return unembed(setup.config, params, last_BE), caches
+
+
+def decode_step(
+    setup: Setup,
+    params: DecoderParams,
+    scorers: Sequence[Any],
+    caches: list[LayerCache],
+    token_B: Int[Array, "B"],
+    position_B: Int[Array, "B"],
+    prompt_B: Int[Array, "B"],
+    seed_B: Int[Array, "B"],
+) -> tuple[Float[Array, "B V"], list[LayerCache]]:
+    """Feeds one token per row; gives the logits of the next one and the new caches."""
+
+    def attend(layer: int, inputs: LayerInputs) -> tuple[Float[Array, "B 1 H D"], LayerCache]:
+        plan, policy = setup.plans[layer], setup.policies[layer]
+        new = NewToken(
+            token_B,
+            position_B,
+            _pinned(setup, plan, prompt_B),
+            seed_B,
+            inputs.hidden_BTE[:, 0],
+            inputs.q_BTHD[:, 0],
+            inputs.k_BTKD[:, 0],
+            inputs.v_BTKD[:, 0],
+            layer,
+        )
+        o_BHD, cache = policy.step(scorers[layer], caches[layer], new, plan)
+        return o_BHD[:, None], cache
+
+    hidden_B1E, caches = apply_layers(setup.config, params, token_B[:, None], position_B[:, None], attend)
+    return unembed(setup.config, params, hidden_B1E[:, 0]), caches
+
+
+def start(
+    setup: Setup,
+    params: DecoderParams,
+    scorers: Sequence[Any],
+    token_BS: Int[Array, "B S"],
+    length_B: Int[Array, "B"],
+    seed_B: Int[Array, "B"],
+    sampling: SamplingParams,
+) -> DecodeState:
+    """Prefills the prompts and samples the first token of every row."""
+    logits_BV, caches = prefill(setup, params, scorers, token_BS, length_B, seed_B)
+    token_B, log_prob_B = sample(logits_BV, seed_B, length_B, sampling)
+    done_B = _stops(setup, token_B, sampling)
+    return DecodeState(caches, token_B, log_prob_B, length_B, length_B, seed_B, done_B)
+
+
+def decode_steps(
+    setup: Setup,
+    params: DecoderParams,
+    scorers: Sequence[Any],
+    state: DecodeState,
+    sampling: SamplingParams,
+    steps: int,
+) -> tuple[DecodeState, Int[Array, "n B"], Float[Array, "n B"]]:
+    """`steps` tokens per row in one program, sampled on the device.
+
+    Returns:
+        The next state; the tokens that were fed, in order (the first is the one the state came with), and their
+        log-probabilities. What a row emits after its stop token means nothing.
+    """
+
+    def one(state: DecodeState, _: None) -> tuple[DecodeState, tuple[Array, Array]]:
+        logits_BV, caches = decode_step(
+            setup, params, scorers, state.caches, state.token_B, state.position_B, state.prompt_B, state.seed_B
+        )
+        position_B = state.position_B + 1
+        token_B, log_prob_B = sample(logits_BV, state.seed_B, position_B, sampling)
+        done_B = state.done_B | _stops(setup, token_B, sampling)
+        following = DecodeState(caches, token_B, log_prob_B, position_B, state.prompt_B, state.seed_B, done_B)
+        return following, (state.token_B, state.log_prob_B)
+
+    state, (token_nB, log_prob_nB) = lax.scan(one, state, length=steps)
+    return state, token_nB, log_prob_nB
+
+
+def _pinned(setup, plan, prompt_B):
+    return jnp.maximum(prompt_B, plan.sinks) if setup.pin_prompt else jnp.full_like(prompt_B, plan.sinks)
+
+
+def _stops(setup, token_B, sampling):
+    stops = jnp.asarray((*setup.config.eos_token_ids, *sampling.stop_tokens), jnp.int32)
+    return jnp.any(token_B[:, None] == stops, axis=1)

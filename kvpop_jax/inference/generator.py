@@ -1,0 +1,267 @@
+"""The Python API of generation: a model, a policy, a budget."""
+
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Generator as Generator_
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvpop_jax.cache import CachePlan, LayerCache, live_entries, survived
+from kvpop_jax.errors import UserError
+from kvpop_jax.inference import decode
+from kvpop_jax.inference.decode import Setup
+from kvpop_jax.inference.sampling import SamplingParams
+from kvpop_jax.models import LoadedModel
+from kvpop_jax.policies import Policy
+
+STEPS_PER_DISPATCH = 32
+SHORTEST_BUCKET = 64
+
+
+@dataclass(frozen=True)
+class CacheReport:
+    """What a completion's cache cost, entries per KV head.
+
+    Attributes:
+        budget: entries asked for; for dense, the slots of the whole sequence.
+        sinks, window, pool, state_entries, scratch: how they were spent (see `CachePlan`).
+        allocated: slots that exist.
+        peak_live: most slots ever occupied in any layer and head.
+        bytes: of this sequence's cache over all layers, the policy's state and bookkeeping included.
+        prompt_survival: share of the prompt still cached at the end, averaged over layers and heads.
+        pin_prompt: whether the prompt could not be evicted.
+        prefill_mode: how the prompt was evicted from.
+    """
+
+    budget: int
+    sinks: int
+    window: int
+    pool: int
+    state_entries: int
+    scratch: int
+    allocated: int
+    peak_live: int
+    bytes: int
+    prompt_survival: float
+    pin_prompt: bool
+    prefill_mode: str
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One generated sequence; the stop token is not part of it.
+
+    Attributes:
+        tokens: token ids.
+        logprobs: of each token, in nats, before temperature and truncation.
+        finish_reason: "stop" or "length".
+        cache: what it cost.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    cache: CacheReport
+
+
+@dataclass(frozen=True, eq=False)
+class Generator:
+    """Runs a model under one eviction policy and budget.
+
+    Attributes:
+        model: weights, configuration and tokenizer.
+        policy: from `policies.make`, or your own.
+        budget: entries per KV head; None gives every sequence as many as it can have tokens (the dense cache).
+        scorers: parameters of the policy, one per layer; None where it has none.
+        pin_prompt: never evict the prompt.
+    """
+
+    model: LoadedModel
+    policy: Policy
+    budget: int | None
+    scorers: Sequence[Any] | None = None
+    pin_prompt: bool = False
+    _compiled: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.budget is not None:
+            self.plan(0)  # Refuses an impossible budget before any work.
+
+    def plan(self, length: int) -> CachePlan:
+        """Sizes of each layer's cache for sequences of at most `length` tokens.
+
+        Raises:
+            UserError: the budget leaves no pool.
+        """
+        config = self.model.config
+        entry_bytes = 2 * config.head_dim * self.model.params.embedding_VE.dtype.itemsize
+        return self.policy.plan(self.budget if self.budget is not None else length, config, entry_bytes)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        seeds: Sequence[int] | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> list[Completion]:
+        """Completes all prompts as one batch.
+
+        Args:
+            prompts: token ids; lengths may differ.
+            sampling: how tokens are drawn, and how many at most.
+            seeds: one per prompt; a row's completion depends on its prompt and its seed only. Default: 0, 1, ...
+            progress: called after each dispatch with the number of new tokens of unfinished rows.
+
+        Raises:
+            UserError: an empty prompt, one too long for the model, or one that pinning leaves no pool for.
+        """
+        seeds = list(range(len(prompts))) if seeds is None else list(seeds)
+        setup, token_BS, length_B = self._prepare(prompts, sampling.max_new_tokens)
+        seed_B = jnp.asarray([seed % 2**31 for seed in seeds], jnp.int32)
+        start, steps = self._programs(setup, sampling, STEPS_PER_DISPATCH)
+        state = start(self.model.params, self._scorers(), token_BS, length_B, seed_B)
+        tokens: list[Array] = []
+        log_probs: list[Array] = []
+        live_B = jnp.zeros_like(length_B)
+        while len(tokens) * STEPS_PER_DISPATCH < sampling.max_new_tokens:
+            unfinished = int(jnp.sum(~state.done_B))
+            state, token_nB, log_prob_nB = steps(self.model.params, self._scorers(), state)
+            live_B = jnp.maximum(live_B, _live(state.caches))
+            tokens.append(token_nB)
+            log_probs.append(log_prob_nB)
+            if progress is not None:
+                progress(unfinished * STEPS_PER_DISPATCH)
+            if bool(state.done_B.all()):
+                break
+        token_Bn = np.concatenate([np.asarray(x) for x in tokens]).T[:, : sampling.max_new_tokens]
+        log_prob_Bn = np.concatenate([np.asarray(x) for x in log_probs]).T[:, : sampling.max_new_tokens]
+        reports = self._reports(setup.plans, state.caches, state.prompt_B, np.asarray(live_B))
+        return [
+            self._completion(token_n, log_prob_n, sampling, report)
+            for token_n, log_prob_n, report in zip(token_Bn, log_prob_Bn, reports, strict=True)
+        ]
+
+    def stream(self, prompt: Sequence[int], sampling: SamplingParams, seed: int = 0) -> Iterator[int]:
+        """Yields one completion's tokens as they are made.
+
+        Raises:
+            UserError: as `generate`.
+        """
+        setup, token_BS, length_B = self._prepare([prompt], sampling.max_new_tokens)
+        start, steps = self._programs(setup, sampling, 1)
+        state = start(self.model.params, self._scorers(), token_BS, length_B, jnp.asarray([seed % 2**31], jnp.int32))
+        for _ in range(sampling.max_new_tokens):
+            if bool(state.done_B[0]):
+                return
+            yield int(state.token_B[0])
+            state, _tokens, _log_probs = steps(self.model.params, self._scorers(), state)
+
+    def teacher_forced(
+        self, token_BT: Int[Array, "B T"], prompt_length: int, seeds: Sequence[int] | None = None
+    ) -> Generator_[Float[Array, "B V"], None, list[CacheReport]]:
+        """Reads given text through the bounded cache: the logits of tokens `prompt_length` to T - 1, one after the other.
+
+        The first `prompt_length` tokens are prefilled, the rest is fed token by token. `seeds` are as in `generate`.
+
+        Returns:
+            What each row's cache cost, as the value of the iterator (`yield from`, or `StopIteration.value`).
+        """
+        text_BT = np.asarray(token_BT)
+        B, T = text_BT.shape
+        seeds = range(B) if seeds is None else seeds
+        setup, token_BS, length_B = self._prepare(list(text_BT[:, :prompt_length]), T - prompt_length)
+        prefill = self._jit("prefill", setup, lambda: jax.jit(partial(decode.prefill, setup)))
+        step = self._jit("step", setup, lambda: jax.jit(partial(decode.decode_step, setup), donate_argnums=(2,)))
+        seed_B = jnp.asarray([seed % 2**31 for seed in seeds], jnp.int32)
+        logits_BV, caches = prefill(self.model.params, self._scorers(), token_BS, length_B, seed_B)
+        live_B = _live(caches)
+        yield logits_BV
+        for t in range(prompt_length, T - 1):
+            position_B = jnp.full(B, t, jnp.int32)
+            logits_BV, caches = step(
+                self.model.params, self._scorers(), caches, text_BT[:, t], position_B, length_B, seed_B
+            )
+            live_B = jnp.maximum(live_B, _live(caches))
+            yield logits_BV
+        return self._reports(setup.plans, caches, length_B, np.asarray(live_B))
+
+    def _prepare(self, prompts, new_tokens):
+        lengths = [len(prompt) for prompt in prompts]
+        limit = self.model.config.max_position
+        for row, length in enumerate(lengths):
+            if length == 0:
+                raise UserError(f"prompt {row} is empty; it needs at least one token")
+            if length + new_tokens > limit:
+                raise UserError(
+                    f"prompt {row} has {length} tokens and max_new_tokens is {new_tokens}: "
+                    f"together they pass the model's limit of {limit}"
+                )
+        # Prompts are padded to a power of two, so that few shapes are ever compiled.
+        bucket = max(SHORTEST_BUCKET, 1 << (max(lengths) - 1).bit_length())
+        steps = -(-new_tokens // STEPS_PER_DISPATCH) * STEPS_PER_DISPATCH
+        plan = self.plan(bucket + steps)
+        if self.pin_prompt and self.budget is not None:
+            plan.check_prompt(max(lengths))
+        token_BS = np.zeros((len(prompts), bucket), np.int32)
+        for row, prompt in enumerate(prompts):
+            token_BS[row, : len(prompt)] = prompt
+        N = self.model.config.num_layers
+        setup = Setup(self.model.config, (self.policy,) * N, (plan,) * N, self.pin_prompt)
+        return setup, jnp.asarray(token_BS), jnp.asarray(lengths, jnp.int32)
+
+    def _scorers(self):
+        return self.scorers if self.scorers is not None else [None] * self.model.config.num_layers
+
+    def _programs(self, setup, sampling, steps):
+        start = self._jit("start", (setup, sampling), lambda: jax.jit(partial(decode.start, setup, sampling=sampling)))
+        many = self._jit(
+            "steps",
+            (setup, sampling, steps),
+            lambda: jax.jit(partial(decode.decode_steps, setup, sampling=sampling, steps=steps), donate_argnums=(2,)),
+        )
+        return start, many
+
+    def _jit(self, name, statics, build):
+        key = (name, statics)
+        if key not in self._compiled:
+            self._compiled[key] = build()
+        return self._compiled[key]
+
+    def _completion(self, token_n, log_prob_n, sampling, report):
+        stops = np.isin(token_n, [*self.model.config.eos_token_ids, *sampling.stop_tokens])
+        end = int(np.argmax(stops)) if stops.any() else len(token_n)
+        reason = "stop" if stops.any() else "length"
+        return Completion(token_n[:end].tolist(), log_prob_n[:end].tolist(), reason, report)
+
+    def _reports(self, plans, caches, prompt_B, live_B):
+        plan = plans[0]
+        rows = len(live_B)
+        total = sum(leaf.nbytes for leaf in jax.tree.leaves(caches)) // rows
+        survival_B = np.mean([np.asarray(survived(cache, prompt_B)) for cache in caches], axis=0)
+        return [
+            CacheReport(
+                budget=plan.budget,
+                sinks=plan.sinks,
+                window=plan.window,
+                pool=plan.pool,
+                state_entries=plan.state_entries,
+                scratch=plan.scratch,
+                allocated=plan.slots,
+                peak_live=int(live),
+                bytes=total,
+                prompt_survival=float(share),
+                pin_prompt=self.pin_prompt,
+                prefill_mode=self.policy.prefill_mode,
+            )
+            for live, share in zip(live_B, survival_B, strict=True)
+        ]
+
+
+@jax.jit
+def _live(caches: list[LayerCache]) -> Int[Array, "B"]:
+    return jnp.max(jnp.stack([live_entries(cache) for cache in caches]), axis=0)
