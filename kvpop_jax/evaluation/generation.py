@@ -1,0 +1,111 @@
+"""Tasks answered by generated text: what there is to do, and doing it in batches."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from time import perf_counter
+
+from kvpop_jax.errors import UserError
+from kvpop_jax.evaluation.contestants import Contestant
+from kvpop_jax.evaluation.jobs import Job, batches, conditions
+from kvpop_jax.evaluation.records import Rollout, derived_seed, rollout_key
+from kvpop_jax.evaluation.settings import EvalSettings
+from kvpop_jax.evaluation.tasks import GenerationTask, Problem
+from kvpop_jax.evaluation.tasks.base import encode_prompt
+from kvpop_jax.inference import Completion, SamplingParams
+from kvpop_jax.models import LoadedModel
+
+
+def plan(
+    task: GenerationTask, model: LoadedModel, contestants: Sequence[Contestant], settings: EvalSettings
+) -> list[Job]:
+    """All rollouts of the task, contestant by contestant, longest prompts first.
+
+    Sorted so that a batch holds prompts of similar length, and so that what does not fit in memory fails at once.
+
+    Raises:
+        UserError: A prompt and its completion would pass the model's limit, or pinning a prompt leaves no pool.
+    """
+    sampling = sampling_of(task, settings)
+    prompts = {
+        problem: tuple(encode_prompt(model.tokenizer, problem.prompt))
+        for problem in task.problems(settings, model.tokenizer)
+    }
+    longest = max(map(len, prompts.values()))
+    limit = model.config.max_position
+    if longest + sampling.max_new_tokens > limit:
+        raise UserError(
+            f"{task.name}: its longest prompt has {longest} tokens, and {sampling.max_new_tokens} new ones pass the "
+            f"model's limit of {limit}; set --max_new_tokens to at most {limit - longest}"
+        )
+    jobs = []
+    for contestant in contestants:
+        contestant.check_prompt(longest, task.name)
+        shared = conditions(contestant, task.name, model, settings) | {"sampling": dataclasses.asdict(sampling)}
+        for problem in sorted(prompts, key=lambda problem: -len(prompts[problem])):
+            for rollout in range(settings.rollouts):
+                seed = derived_seed(settings.seed, problem.id, rollout)
+                key = rollout_key(shared, problem.id, problem.prompt, seed)
+                jobs.append(Job(key, contestant, problem, prompts[problem], rollout, seed))
+    return jobs
+
+
+def run(
+    task: GenerationTask,
+    pending: Sequence[Job],
+    model: LoadedModel,
+    contestants: Sequence[Contestant],
+    settings: EvalSettings,
+    progress: Callable[[int], None],
+) -> Iterator[list[Rollout]]:
+    """Does the pending jobs; yields each batch's graded rollouts as it finishes.
+
+    `progress` is told how many tokens were generated as they come.
+    """
+    sampling = sampling_of(task, settings)
+    for contestant, group in groupby(pending, key=lambda job: job.contestant):
+        for batch in batches(list(group), settings.batch_size):
+            start = perf_counter()
+            completions = contestant.generator.generate(
+                [job.prompt for job in batch], sampling, [job.seed for job in batch], progress
+            )
+            seconds = (perf_counter() - start) / len(batch)
+            yield [
+                _graded(task, job, completion, model, seconds)
+                for job, completion in zip(batch, completions, strict=True)
+            ]
+
+
+def sampling_of(task: GenerationTask, settings: EvalSettings) -> SamplingParams:
+    """How the task's completions are drawn."""
+    return SamplingParams(
+        temperature=settings.sampling_temperature,
+        top_k=settings.top_k,
+        top_p=settings.top_p,
+        max_new_tokens=settings.max_new_tokens or task.max_new_tokens(settings),
+    )
+
+
+def _graded(task: GenerationTask, job: Job, completion: Completion, model: LoadedModel, seconds: float) -> Rollout:
+    assert isinstance(job.item, Problem)
+    text = model.tokenizer.decode(completion.tokens, skip_special_tokens=True)
+    grade = task.grade(job.item, text)
+    return Rollout(
+        key=job.key,
+        task=task.name,
+        group=job.item.group,
+        problem=job.item.id,
+        policy=job.contestant.policy,
+        budget=job.contestant.budget,
+        rollout=job.rollout,
+        seed=job.seed,
+        prompt=job.item.prompt,
+        text=text,
+        prompt_tokens=len(job.prompt),
+        tokens=len(completion.tokens),
+        finish_reason=completion.finish_reason,
+        grade={task.metric: grade.score},
+        extracted=grade.extracted,
+        seconds=seconds,
+        cache=dataclasses.asdict(completion.cache),
+    )

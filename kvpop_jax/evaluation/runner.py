@@ -1,0 +1,167 @@
+"""Runs policies x budgets x tasks on one model and writes what came out: rollouts.jsonl, results.json, report.md."""
+
+import dataclasses
+import json
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+
+import flax
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from kvpop_jax import __version__
+from kvpop_jax.evaluation import generation, reading, tasks
+from kvpop_jax.evaluation.contestants import contestants_of
+from kvpop_jax.evaluation.records import Rollout, append_rollouts, read_rollouts
+from kvpop_jax.evaluation.report import write_report
+from kvpop_jax.evaluation.rows import Row, differences, summarise
+from kvpop_jax.evaluation.settings import EvalSettings
+from kvpop_jax.models import LoadedModel
+from kvpop_jax.training.export import LoadedScorer
+
+SCHEMA_VERSION = 1
+REFRESH_SECONDS = 0.5
+
+
+def run_evaluation(
+    model: LoadedModel, settings: EvalSettings, scorers: Mapping[str, LoadedScorer], output: Path, progress: bool = True
+) -> list[Row]:
+    """Evaluates the model under every policy and budget on every task.
+
+    Rollouts are appended to `output/rollouts.jsonl` as batches finish. Those already there that were made under the
+    same conditions are not repeated, so an interrupted evaluation goes on where it stopped. Results and report are
+    written even when it is interrupted, of what is finished, and say that they are incomplete.
+
+    Args:
+        model: The model to evaluate.
+        settings: What to run.
+        scorers: Loaded scorer by policy name, for the policies that have one.
+        output: Folder to write to; made if missing.
+        progress: Show progress bars.
+
+    Returns:
+        The rows of results.json.
+
+    Raises:
+        UserError: A policy or task is unknown, a scorer is missing, a budget impossible, a data file missing.
+        KeyboardInterrupt: As raised, after the finished part was written.
+    """
+    chosen = [tasks.get(name) for name in settings.tasks]
+    for task in chosen:
+        task.check(settings)
+    contestants = contestants_of(model, settings, scorers)
+    output.mkdir(parents=True, exist_ok=True)
+    path = output / "rollouts.jsonl"
+    finished = read_rollouts(path)
+    plans = {task: _module(task).plan(task, model, contestants, settings) for task in chosen}
+    complete = False
+    rows: list[Row] = []
+    try:
+        for task, jobs in plans.items():
+            pending = [job for job in jobs if job.key not in finished]
+            with _Progress(task.name, len(pending), progress) as bar:
+                for rollouts in _module(task).run(task, pending, model, contestants, settings, bar.tokens):
+                    append_rollouts(path, rollouts)
+                    bar.rollouts(rollouts)
+        complete = True
+    finally:
+        finished = read_rollouts(path)
+        done = [finished[job.key] for jobs in plans.values() for job in jobs if job.key in finished]
+        if done:
+            contexts = {task.name: settings.context or task.context(settings) for task in chosen}
+            rows = _write(output, model, settings, contexts, done, complete)
+    return rows
+
+
+def _module(task: tasks.Task) -> ModuleType:
+    """The module that plans and runs tasks of that kind."""
+    return generation if isinstance(task, tasks.GenerationTask) else reading
+
+
+class _Progress:
+    """A bar of rollouts done, with the policy at work, tokens per second, and its mean grade so far."""
+
+    def __init__(self, name: str, total: int, shown: bool):
+        self._bar = tqdm(total=total, desc=name, unit="rollout", disable=not shown or not total)
+        self._grades: dict[tuple[str, int | None], list[float]] = {}
+        self._start = self._shown = time.perf_counter()
+        self._tokens, self._text = 0, ""
+
+    def __enter__(self) -> "_Progress":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.close()
+
+    def tokens(self, count: int) -> None:
+        """Counts tokens that were generated or scored."""
+        self._tokens += count
+        now = time.perf_counter()
+        if now - self._shown > REFRESH_SECONDS:
+            self._shown = now
+            self._bar.set_postfix_str(f"{self._tokens / (now - self._start):.0f} tokens/s{self._text}")
+
+    def rollouts(self, rollouts: Sequence[Rollout]) -> None:
+        """Counts rollouts that are finished and graded."""
+        first = rollouts[0]
+        metric = next(iter(first.grade))
+        grades = self._grades.setdefault((first.policy, first.budget), [])
+        grades += [rollout.grade[metric] for rollout in rollouts]
+        name = first.policy if first.budget is None else f"{first.policy} {first.budget}"
+        self._text = f", {name}: {metric} {np.mean(grades):.3f}"
+        self._bar.update(len(rollouts))
+
+
+def _write(
+    output: Path,
+    model: LoadedModel,
+    settings: EvalSettings,
+    contexts: dict[str, int],
+    rollouts: Sequence[Rollout],
+    complete: bool,
+) -> list[Row]:
+    rows = summarise(
+        rollouts, model=model.source, contexts=contexts, pin_prompt=settings.pin_prompt, seed=settings.seed
+    )
+    compared = differences(rollouts, seed=settings.seed)
+    results = {
+        "schema_version": SCHEMA_VERSION,
+        "complete": complete,
+        "model": {"source": model.source, "fingerprint": model.fingerprint},
+        "settings": dataclasses.asdict(settings),
+        "versions": versions(),
+        "rows": [dataclasses.asdict(row) for row in rows],
+        "differences": [dataclasses.asdict(difference) for difference in compared],
+    }
+    (output / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    write_report(output, rows, compared, _conditions(model, settings, complete))
+    return rows
+
+
+def versions() -> dict[str, str]:
+    """What made a result: package, libraries, Python, and the kind of device."""
+    return {
+        "kvpop_jax": __version__,
+        "jax": jax.__version__,
+        "flax": flax.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "device": jax.devices()[0].device_kind,
+    }
+
+
+def _conditions(model: LoadedModel, settings: EvalSettings, complete: bool) -> str:
+    temperature = settings.sampling_temperature
+    sampling = (
+        "greedy" if temperature == 0 else f"temperature {temperature}, top-k {settings.top_k}, top-p {settings.top_p}"
+    )
+    pinned = "The prompt was exempt from eviction." if settings.pin_prompt else "The prompt could be evicted."
+    state = "" if complete else "**Incomplete: the evaluation was interrupted, and this is what had finished.** "
+    return (
+        f"{state}Model `{model.source}`; {settings.rollouts} rollout(s) per problem, {sampling}, seed {settings.seed}. "
+        f"{pinned} Intervals are 95 %: bootstrap over problems for graded tasks, Student over windows for text."
+    )

@@ -1,0 +1,43 @@
+"""The tasks, found by looking: every module here with a `TASKS` tuple adds its tasks. A new task is one new file.
+
+- `base`: what a task is.
+- `tiny_math_task`: generated multi-step arithmetic with exactly checkable answers.
+- `maths`: gsm8k, math500, aime24, aime25, hmmt_feb_2025.
+- `passkey`: a number hidden in long text.
+- `lm`: likelihood of held-out text, and closeness to the dense model.
+"""
+
+import importlib
+import pkgutil
+
+from kvpop_jax.errors import UserError
+from kvpop_jax.evaluation.tasks.base import GenerationTask as GenerationTask
+from kvpop_jax.evaluation.tasks.base import Grade as Grade
+from kvpop_jax.evaluation.tasks.base import Problem as Problem
+from kvpop_jax.evaluation.tasks.base import Task as Task
+from kvpop_jax.evaluation.tasks.base import TextTask as TextTask
+from kvpop_jax.evaluation.tasks.base import Window as Window
+
+
+def registry() -> dict[str, Task]:
+    """All tasks by name, in alphabetical order."""
+    found: dict[str, Task] = {}
+    for module in pkgutil.iter_modules(__path__, f"{__name__}."):
+        for task in getattr(importlib.import_module(module.name), "TASKS", ()):
+            if task.name in found:
+                raise ValueError(f"two tasks are called {task.name!r}; the second is in {module.name}")
+            found[task.name] = task
+    return dict(sorted(found.items()))
+
+
+def names() -> tuple[str, ...]:
+    """The names `--tasks` takes."""
+    return tuple(registry())
+
+
+def get(name: str) -> Task:
+    """The task of that name; `UserError` naming the known ones otherwise."""
+    tasks = registry()
+    if name not in tasks:
+        raise UserError(f"unknown task {name!r}; the tasks are {', '.join(tasks)}")
+    return tasks[name]
