@@ -1,0 +1,73 @@
+"""What distillation minimises, depending on which weights it trains (KVpop section 1.6)."""
+
+from functools import partial
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvpop_jax.models import DecoderParams, ModelConfig, unembed
+from kvpop_jax.training import losses
+from kvpop_jax.training.data import Batch
+from kvpop_jax.training.objectives import cast, dense_hidden
+from kvpop_jax.training.step import Groups, Measure, Metrics, Objective
+from kvpop_jax.training.student import Student, student_hidden
+
+
+def distill(config: ModelConfig, student: Student, dtype: jnp.dtype, *, remat: bool) -> Objective:
+    """KL to the dense model plus the boundary loss (KVpop section 1.6); trains "base", and "scorer" if there is one.
+
+    The frozen weights are the dense model's, in `dtype`.
+    """
+    run = partial(student_hidden, student, config, remat=remat)
+
+    def objective(
+        weights: Groups, frozen: DecoderParams, batch: Batch, pool_B: Int[Array, "B"], key: Array
+    ) -> tuple[Float[Array, ""], Metrics]:
+        params = cast(weights["base"], dtype)
+        hidden_BSE, layers = run(params, weights.get("scorer"), batch, pool_B, key)
+        kl, agreement = _distance(config, student, params, hidden_BSE, frozen, batch)
+        loss = kl + _weighed(student, layers) if "scorer" in weights else kl
+        return loss, {"kl": kl, "agreement": agreement, **layers}
+
+    return objective
+
+
+def train_scorer(config: ModelConfig, student: Student, *, remat: bool) -> Objective:
+    """The boundary loss alone; trains "scorer" and leaves the model, the frozen weights, as it is."""
+    run = partial(student_hidden, student, config, remat=remat)
+
+    def objective(
+        weights: Groups, frozen: DecoderParams, batch: Batch, pool_B: Int[Array, "B"], key: Array
+    ) -> tuple[Float[Array, ""], Metrics]:
+        _, layers = run(frozen, weights["scorer"], batch, pool_B, key)
+        return _weighed(student, layers), layers
+
+    return objective
+
+
+def distance(config: ModelConfig, student: Student) -> Measure:
+    """How far eviction takes a frozen model from itself: "kl" and "agreement", which `train_scorer` does not need."""
+
+    def measure(weights: Groups, frozen: DecoderParams, batch: Batch, pool_B: Int[Array, "B"], key: Array) -> Metrics:
+        hidden_BSE, _ = student_hidden(student, config, frozen, weights["scorer"], batch, pool_B, key)
+        kl, agreement = _distance(config, student, frozen, hidden_BSE, frozen, batch)
+        return {"kl": kl, "agreement": agreement}
+
+    return measure
+
+
+def _distance(config, student, params, hidden_BSE, teacher, batch):
+    """KL to the dense model, and the share of tokens on which both agree."""
+    return losses.kl_to_teacher(
+        hidden_BSE,
+        partial(unembed, config, params),
+        dense_hidden(config, teacher, batch),
+        partial(unembed, config, teacher),
+        losses.predicts(batch.segment_BS, batch.loss_BS),
+        config.vocab_size,
+        top_k=student.losses.top_k_logits,
+    )
+
+
+def _weighed(student: Student, layers: Metrics) -> Float[Array, ""]:
+    return student.losses.score_weight * layers["boundary"].mean()

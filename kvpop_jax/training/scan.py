@@ -1,0 +1,65 @@
+"""The decoder's layers as one loop, so that a step compiles in the time of one layer and not of thirty-six.
+
+The sorts, loops and kernels of the student take seconds per layer to compile. Weights stay lists over layers wherever
+they are kept; stacked copies exist inside a step only, except for frozen weights, which are stacked once.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from kvpop_jax.models import DecoderParams, LayerInputs, ModelConfig, rms_norm, rope_rotation
+from kvpop_jax.models.decoder import _apply_layer as apply_layer
+
+ScannedAttend = Callable[[Int[Array, ""], Any, LayerInputs], tuple[Float[Array, "B T H D"], Any]]
+"""(layer index, what belongs to the layer, inputs) -> attention output and a pytree of arrays."""
+
+
+def stack_layers(params: DecoderParams) -> DecoderParams:
+    """The same weights with all layers in one tree, each leaf with the layer as its first axis."""
+    return replace(params, layers=stack(params.layers))
+
+
+def stack(layers: Any) -> Any:
+    """A list of equal trees as one tree of stacked leaves; a tree that is not a list is taken to be stacked already."""
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers) if isinstance(layers, list) else layers
+
+
+def scan_layers(
+    config: ModelConfig,
+    params: DecoderParams,
+    token_BT: Int[Array, "B T"],
+    position_BT: Int[Array, "B T"],
+    attend: ScannedAttend,
+    of_layers: Any = None,
+    *,
+    remat: bool = False,
+) -> tuple[Float[Array, "B T E"], Any]:
+    """`models.apply_layers` as a loop.
+
+    Args:
+        params: with its layers in a list, or stacked.
+        position_BT: rotary positions.
+        attend: the attention; it may close over arrays, and gradients reach them.
+        of_layers: whatever else each layer has of its own: a list over layers, or stacked; None for nothing.
+        remat: keep only each layer's input for the backward pass and compute the rest again.
+
+    Returns:
+        Hidden states after the final norm, and what `attend` returned beside its output, stacked over layers.
+    """
+    residual_BTE = params.embedding_VE[token_BT]
+    rotation = rope_rotation(config, position_BT, residual_BTE.dtype)
+
+    def body(residual_BTE, layer):
+        index, weights, own = layer
+        return apply_layer(config, partial(attend, index, own), weights, residual_BTE, rotation)
+
+    layers = jnp.arange(config.num_layers), stack(params.layers), stack(of_layers)
+    residual_BTE, extras = lax.scan(jax.checkpoint(body) if remat else body, residual_BTE, layers)
+    return rms_norm(residual_BTE, params.final_norm_E, config.rms_norm_eps), extras

@@ -1,0 +1,114 @@
+"""Setting up distillation: a student under an eviction policy, its scorer, and the pools its budgets leave."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from kvpop_jax import policies
+from kvpop_jax.cache import CachePlan
+from kvpop_jax.config import TrainConfig
+from kvpop_jax.errors import UserError
+from kvpop_jax.models import DecoderParams, LoadedModel, fingerprint, load_model
+from kvpop_jax.policies import Policy, PolicySettings, model_dims
+from kvpop_jax.scorers import Scorer
+from kvpop_jax.training import distill
+from kvpop_jax.training.export import ScorerSettings, make_scorer, save_scorer
+from kvpop_jax.training.scan import stack_layers
+from kvpop_jax.training.setup import Setup, compute_dtype, export_model, make_optimizers, open_data
+from kvpop_jax.training.step import Groups
+from kvpop_jax.training.student import Student
+
+
+def prepare_distill(config: TrainConfig) -> Setup:
+    """The configured model under the configured policy; its weights, its scorer, or both are trained.
+
+    Raises:
+        UserError: a model or data file that cannot be used, a policy without an expiry form, a budget without a pool,
+            or nothing to train.
+    """
+    dtype = compute_dtype(config)
+    # Weights that are trained start from float32; frozen ones are only ever held in the type they compute in.
+    model = load_model(str(config.model.source), dtype if config.freeze_base else jnp.float32)
+    settings = _scorer_settings(config)
+    scorer = None if settings is None else make_scorer(settings, model_dims(model.config))
+    policy = policies.make(config.policy.name, PolicySettings(config.policy.sinks, config.policy.window, scorer))
+    student = _student(config, policy, scorer)
+    if config.freeze_base and scorer is None:
+        raise UserError(f"freeze_base leaves policy {config.policy.name} nothing to train; it has no scorer")
+    plans = {budget: _plan(policy, model, budget, dtype) for budget in config.policy.budgets}
+    weights: Groups = {} if config.freeze_base else {"base": model.params}
+    if scorer is not None:
+        keys = jax.random.split(jax.random.key(config.seed), model.config.num_layers)
+        weights["scorer"] = [scorer.init(key) for key in keys]
+    if config.freeze_base:
+        objective = distill.train_scorer(model.config, student, remat=config.remat)
+        measure = distill.distance(model.config, student)
+    else:
+        objective = distill.distill(model.config, student, dtype, remat=config.remat)
+        measure = None
+    frozen = _stacked(model.params, dtype)
+    return Setup(
+        weights=weights,
+        frozen=frozen,
+        objective=objective,
+        measure=measure,
+        optimizers=make_optimizers(config, tuple(weights)),
+        pools=tuple(plan.pool for plan in plans.values()),
+        data=open_data(config, model.tokenizer, longest_prompt=_longest_prompt(config, plans)),
+        export=partial(_export, config, student, plans, replace(model, params=frozen)),
+    )
+
+
+def _scorer_settings(config: TrainConfig) -> ScorerSettings | None:
+    """Settings of the policy's scorer, None for a policy that needs none."""
+    of_policy: dict[str, ScorerSettings] = {"kvpop": config.scorer.mlstm, "kvpop_mlp": config.scorer.mlp}
+    return of_policy.get(config.policy.name)
+
+
+def _student(config: TrainConfig, policy: Policy, scorer: Scorer | None) -> Student:
+    settings = config.policy
+    if policy.priorities is None or settings.name == "dense":
+        raise UserError(f"policy.name is {settings.name!r}; it has no static priorities to train under")
+    return Student(policy.priorities, scorer, settings.sinks, settings.window, settings.pin_prompt, config.losses)
+
+
+def _stacked(params: DecoderParams, dtype: jnp.dtype) -> DecoderParams:
+    """The dense model as steps read it: a copy, because the first step takes over the trained weights' buffers."""
+    return stack_layers(jax.tree.map(lambda leaf: jnp.array(leaf, dtype, copy=True), params))
+
+
+def _plan(policy: Policy, model: LoadedModel, budget: int, dtype: jnp.dtype) -> CachePlan:
+    entry_bytes = 2 * model.config.head_dim * dtype.itemsize
+    return policy.plan(budget, model.config, entry_bytes)
+
+
+def _longest_prompt(config: TrainConfig, plans: dict[int, CachePlan]) -> int | None:
+    """Tokens of a prompt that can be pinned and leave a pool in every budget; None where prompts are not pinned."""
+    return min(plan.sinks + plan.pool - 1 for plan in plans.values()) if config.policy.pin_prompt else None
+
+
+def _export(
+    config: TrainConfig, student: Student, plans: dict[int, CachePlan], base: LoadedModel, folder: Path, weights: Groups
+) -> None:
+    """Writes the model, if it was trained, and the scorer, if there is one; it then belongs to the model beside it."""
+    if "base" in weights:
+        export_model(config, base.config, base.tokenizer, folder, weights)
+        source = str(Path(config.output_dir) / config.name / "export")
+        base = replace(base, source=source, fingerprint=fingerprint(folder.glob("*.safetensors")))
+    settings = _scorer_settings(config)
+    if student.scorer is not None and settings is not None:
+        save_scorer(
+            folder,
+            base,
+            student.scorer,
+            settings,
+            weights["scorer"],
+            policy=config.policy.name,
+            sinks=student.sinks,
+            window=student.window,
+            budgets={budget: plan.pool for budget, plan in plans.items()},
+            pin_prompt=student.pin_prompt,
+        )

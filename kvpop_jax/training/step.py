@@ -1,0 +1,147 @@
+"""One optimizer step: gradients of an objective, a clipped update per group of weights, and what is worth logging.
+
+Weights come in named groups ("base", "scorer"); a group that is frozen is simply not there. Whatever else an eviction
+method trains is one more group, or part of one.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from kvpop_jax.training.data import Batch
+
+Groups = dict[str, Any]
+"""Weights by group; each a pytree with float32 leaves."""
+
+Metrics = dict[str, Array]
+"""Named values of a step, scalars or one value per layer."""
+
+Objective = Callable[[Groups, Any, Batch, Int[Array, "B"], Array], tuple[Float[Array, ""], Metrics]]
+"""(trained weights, frozen weights, batch, pool of each row, random key) -> loss and metrics."""
+
+Measure = Callable[[Groups, Any, Batch, Int[Array, "B"], Array], Metrics]
+"""The same without a loss: what is only looked at."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """Everything that a step changes; `optimizer` has the groups of `weights`."""
+
+    step: Int[Array, ""]
+    weights: Groups
+    optimizer: dict[str, optax.OptState]
+
+
+@dataclass(frozen=True)
+class GroupOptimizer:
+    """How one group is updated, and at which learning rate (for the log)."""
+
+    update: optax.GradientTransformation
+    rate: optax.Schedule
+
+
+def init_state(weights: Groups, optimizers: Mapping[str, GroupOptimizer]) -> TrainState:
+    """The state before the first step."""
+    optimizer = {group: optimizers[group].update.init(tree) for group, tree in weights.items()}
+    return TrainState(jnp.zeros((), jnp.int32), weights, optimizer)
+
+
+def make_step(
+    objective: Objective,
+    optimizers: Mapping[str, GroupOptimizer],
+    *,
+    pools: tuple[int, ...],
+    seed: int,
+    accumulate: int = 1,
+) -> Callable[[TrainState, Any, Batch], tuple[TrainState, Metrics]]:
+    """Compiles a step; it takes over the buffers of the state it is given.
+
+    Args:
+        objective: what is minimised.
+        optimizers: one per group of weights.
+        pools: the pool sizes that rows take turns through, over the rows of a batch and on through the run.
+        seed: with the step number it determines what is sampled in the step.
+        accumulate: parts of the batch whose gradients are averaged, one after the other; divides the rows of a batch.
+
+    Returns:
+        `(state, frozen weights, batch) -> (state, metrics)`. Beside the objective's, the metrics hold the loss,
+        `grad_norm/GROUP` and `lr/GROUP`, and under `part_norms/GROUP` one gradient norm per part in `part_names`.
+    """
+    gradient = jax.value_and_grad(objective, has_aux=True)
+
+    def step(state: TrainState, frozen: Any, batch: Batch) -> tuple[TrainState, Metrics]:
+        pool_B, key = _pools(pools, state.step, batch), _key(seed, state.step)
+
+        def part(_, inputs):
+            return None, gradient(state.weights, frozen, *inputs)
+
+        split = jax.tree.map(lambda x: x.reshape(accumulate, -1, *x.shape[1:]), (batch, pool_B))
+        _, ((loss, metrics), grads) = lax.scan(part, None, (*split, jax.random.split(key, accumulate)))
+        loss, metrics, grads = jax.tree.map(lambda x: x.mean(axis=0), (loss, metrics, grads))
+        return _update(state, grads, optimizers), {"loss": loss, **metrics, **_norms(grads, state.step, optimizers)}
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def make_measure(
+    measure: Measure, *, pools: tuple[int, ...], seed: int
+) -> Callable[[Groups, Any, Batch, Int[Array, ""]], Metrics]:
+    """Compiles a measurement: `(weights, frozen weights, batch, step) -> metrics`, with the step's pools and key."""
+
+    def run(weights: Groups, frozen: Any, batch: Batch, step: Int[Array, ""]) -> Metrics:
+        return measure(weights, frozen, batch, _pools(pools, step, batch), _key(seed, step))
+
+    return jax.jit(run)
+
+
+def part_names(tree: Any) -> list[str]:
+    """Names of the parts of a group of weights: its layers, and whatever lies outside of them."""
+    return list(_parts(tree))
+
+
+def _pools(pools: tuple[int, ...], step: Int[Array, ""], batch: Batch) -> Int[Array, "B"]:
+    """Rows take turns through the pools, and go on where the step before stopped."""
+    rows = batch.token_BS.shape[0]
+    turn_B = (step * rows + jnp.arange(rows)) % len(pools)
+    return jnp.asarray(pools, jnp.int32)[turn_B]
+
+
+def _key(seed: int, step: Int[Array, ""]) -> Array:
+    return jax.random.fold_in(jax.random.key(seed), step)
+
+
+def _update(state: TrainState, grads: Groups, optimizers: Mapping[str, GroupOptimizer]) -> TrainState:
+    weights, optimizer = {}, {}
+    for group, gradient in grads.items():
+        updates, optimizer[group] = optimizers[group].update.update(
+            gradient, state.optimizer[group], state.weights[group]
+        )
+        weights[group] = optax.apply_updates(state.weights[group], updates)
+    return TrainState(state.step + 1, weights, optimizer)
+
+
+def _norms(grads: Groups, step: Int[Array, ""], optimizers: Mapping[str, GroupOptimizer]) -> Metrics:
+    metrics: Metrics = {}
+    for group, gradient in grads.items():
+        squares = jnp.stack([sum(jnp.sum(jnp.square(leaf)) for leaf in leaves) for leaves in _parts(gradient).values()])
+        metrics[f"grad_norm/{group}"] = jnp.sqrt(squares.sum())
+        metrics[f"lr/{group}"] = jnp.asarray(optimizers[group].rate(step), jnp.float32)
+        metrics[f"part_norms/{group}"] = jnp.sqrt(squares)
+    return metrics
+
+
+def _parts(tree: Any) -> dict[str, list[Array]]:
+    """Leaves by part. The first list index on the way to a leaf is its layer: weights are lists over layers."""
+    parts: dict[str, list[Array]] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        layer = next((key.idx for key in path if isinstance(key, jax.tree_util.SequenceKey)), None)
+        name = jax.tree_util.keystr(path[:1], simple=True) if layer is None else f"layer {layer}"
+        parts.setdefault(name, []).append(leaf)
+    return parts

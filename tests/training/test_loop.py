@@ -1,0 +1,150 @@
+"""A run from start to finish, killed, interrupted, repeated, and gone wrong. The model is as small as it gets."""
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvpop_jax import cli
+from kvpop_jax.config import CheckpointConfig, DataConfig, InitConfig, LogConfig, ModelSource, TrainConfig
+from kvpop_jax.errors import UserError
+from kvpop_jax.models import load_model
+from kvpop_jax.training import checkpoint, loop
+from kvpop_jax.training.metrics import DivergedError
+
+pytestmark = pytest.mark.usefixtures("compile_once")
+TINY_MATH = Path(__file__).parents[2] / "assets" / "qwen3-tiny-math"
+
+
+def _config(folder, **changes):
+    init = InitConfig(
+        hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, max_position=1024
+    )
+    settings = dict(
+        name="run",
+        output_dir=str(folder),
+        method="pretrain",
+        steps=5,
+        batch_size=2,
+        seq_len=64,
+        model=ModelSource(tokenizer=str(TINY_MATH), init=init),
+        data=DataConfig(source="tiny_math", overlong="truncate"),
+        checkpoint=CheckpointConfig(every=2, keep=2),
+        log=LogConfig(every=2, tensorboard=False),
+    )
+    return TrainConfig(**(settings | changes))
+
+
+def _rows(folder):
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def _losses(folder):
+    return [(row["step"], row["loss"], row["grad_norm/base"]) for row in _rows(folder)]
+
+
+def _at_batch(monkeypatch, number, action):
+    """Does `action` when batch `number` of the process is taken."""
+    taken, to_batch = [], loop.to_batch
+
+    def counted(arrays):
+        taken.append(None)
+        if len(taken) == number:
+            action()
+        return to_batch(arrays)
+
+    monkeypatch.setattr(loop, "to_batch", counted)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert loop.run(_config(folder)) == 0
+    return folder
+
+
+@pytest.mark.core
+def test_a_run_leaves_its_configuration_metrics_checkpoints_and_model(undisturbed):
+    folder = undisturbed / "run"
+    assert cli.parse(TrainConfig, ["--config", str(folder / "config.yaml")]) == _config(undisturbed)
+    rows = _rows(undisturbed)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert {"cross_entropy", "accuracy", "lr/base", "tokens_per_second", "overlong"} <= rows[0].keys()
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["4", "5"]  # keep: 2
+    model = load_model(str(folder / "export"))
+    assert model.config.num_layers == 1
+    assert model.config.eos_token_ids == (model.tokenizer.eos_token_id,)
+
+
+def test_training_learns(undisturbed):
+    losses = [row["loss"] for row in _rows(undisturbed)]
+    assert losses[-1] < losses[0]
+    assert abs(losses[0] - np.log(203)) < 0.5  # a new model knows nothing of its 203 tokens
+
+
+@pytest.mark.core
+def test_a_killed_run_resumes_with_the_same_next_losses(undisturbed, tmp_path, monkeypatch):
+    def die():
+        raise RuntimeError("killed")
+
+    with monkeypatch.context() as patch:
+        _at_batch(patch, 4, die)  # after the checkpoint of step 2; step 3 has run, and may be in the log
+        with pytest.raises(RuntimeError, match="killed"):
+            loop.run(_config(tmp_path))
+    assert not (tmp_path / "run" / "export").exists()
+    assert loop.run(_config(tmp_path)) == 0
+    assert _losses(tmp_path) == _losses(undisturbed)
+
+
+def test_a_signal_saves_and_stops_and_the_same_command_goes_on(undisturbed, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        _at_batch(patch, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        assert loop.run(_config(tmp_path)) == 128 + signal.SIGTERM
+    assert [row["step"] for row in _rows(tmp_path)] == [1, 2, 3]
+    assert loop.run(_config(tmp_path)) == 0
+    assert _losses(tmp_path) == _losses(undisturbed)
+
+
+def test_a_finished_run_says_so_and_does_nothing(undisturbed, capsys):
+    before = (undisturbed / "run" / "metrics.jsonl").read_text()
+    assert loop.run(_config(undisturbed)) == 0
+    assert "is finished" in capsys.readouterr().out
+    assert (undisturbed / "run" / "metrics.jsonl").read_text() == before
+
+
+def test_a_run_folder_of_another_configuration_is_refused(undisturbed):
+    with pytest.raises(UserError, match=r"batch_size: 2, now 4"):
+        loop.run(_config(undisturbed, batch_size=4))
+
+
+def test_accumulated_parts_average_to_the_gradient_of_the_batch(undisturbed, tmp_path):
+    # Every row has as many tokens to predict, so the mean of the parts' means is the mean of the batch.
+    assert loop.run(_config(tmp_path, accumulate=2, steps=1)) == 0
+    np.testing.assert_allclose(_losses(tmp_path), _losses(undisturbed)[:1], rtol=1e-5)
+
+
+def test_divergence_names_step_and_culprit_and_keeps_the_good_checkpoint(tmp_path):
+    config = _config(tmp_path, checkpoint=CheckpointConfig(every=1))
+    rate = dataclasses.replace(config.optimizer.base, lr=1e30, warmup=0)
+    config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, base=rate))
+    with pytest.raises(DivergedError, match=r"step 2: (cross_entropy is|loss is|the gradient of base is) (nan|inf)"):
+        loop.run(config)
+    with checkpoint.open_checkpoints(tmp_path / "run" / "checkpoints", config.checkpoint) as saved:
+        assert checkpoint.latest_step(saved) == 1
+    assert len(_rows(tmp_path)) == 1
+
+
+def test_the_script_turns_errors_into_exit_codes(tmp_path, capsys, monkeypatch):
+    import train
+
+    argv = ["train.py", "--name", "run", "--model.source", str(tmp_path / "none"), "--output_dir", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", argv)
+    with pytest.raises(SystemExit) as exit_:
+        cli.run(train.main)
+    assert exit_.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
