@@ -164,7 +164,7 @@ class Generator:
     def teacher_forced(
         self, token_BT: Int[Array, "B T"], prompt_length: int, seeds: Sequence[int] | None = None
     ) -> Generator_[Float[Array, "B V"], None, list[CacheReport]]:
-        """Reads given text through the bounded cache: the logits of tokens `prompt_length` to T - 1, one after the other.
+        """Reads given text through the bounded cache: the logits of tokens `prompt_length` to T - 1 in turn.
 
         The first `prompt_length` tokens are prefilled, the rest is fed token by token. `seeds` are as in `generate`.
 
