@@ -31,8 +31,8 @@ class PolicySettings:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["token_BS", "hidden_BSE", "q_BSHD", "k_BSKD", "v_BSKD", "layout", "seed_B"],
-    meta_fields=["layer"],
+    data_fields=["token_BS", "hidden_BSE", "q_BSHD", "k_BSKD", "v_BSKD", "layout", "seed_B", "layer"],
+    meta_fields=[],
 )
 @dataclass(frozen=True)
 class Prompt:
@@ -44,7 +44,7 @@ class Prompt:
         q_BSHD, k_BSKD, v_BSKD: after rotary embedding.
         layout: documents, pinned tokens, pool sizes.
         seed_B: one seed per row, for policies that draw.
-        layer: index of the layer.
+        layer: index of the layer, an array where layers are scanned.
     """
 
     token_BS: Int[Array, "B S"]
@@ -54,13 +54,13 @@ class Prompt:
     v_BSKD: Float[Array, "B S K D"]
     layout: TokenLayout
     seed_B: Int[Array, "B"]
-    layer: int
+    layer: int | Int[Array, ""]
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["token_B", "position_B", "pinned_B", "seed_B", "hidden_BE", "q_BHD", "k_BKD", "v_BKD"],
-    meta_fields=["layer"],
+    data_fields=["token_B", "position_B", "pinned_B", "seed_B", "hidden_BE", "q_BHD", "k_BKD", "v_BKD", "layer"],
+    meta_fields=[],
 )
 @dataclass(frozen=True)
 class NewToken:
@@ -74,7 +74,7 @@ class NewToken:
     q_BHD: Float[Array, "B H D"]
     k_BKD: Float[Array, "B K D"]
     v_BKD: Float[Array, "B K D"]
-    layer: int
+    layer: int | Int[Array, ""]
 
 
 @dataclass(frozen=True)

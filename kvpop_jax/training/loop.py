@@ -62,7 +62,8 @@ def train_and_export(config: TrainConfig, folder: Path) -> int:
         0, or the signal that asked to stop; a checkpoint is then saved and nothing exported.
     """
     setup = PREPARE[config.method](config)
-    state = init_state(setup.weights, setup.optimizers)
+    # Placed explicitly, as a restored state is: the step is then compiled the same for both.
+    state = jax.device_put(init_state(setup.weights, setup.optimizers), jax.devices()[0])
     with (
         contextlib.closing(setup.data),
         checkpoint.open_checkpoints(folder / "checkpoints", config.checkpoint) as saved,

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +38,7 @@ SCORERS = {
     "kvpop_immediate": mlstm_scorer(MLSTMSettings(read="immediate"), model_dims(CONFIG)),
     "kvpop_mlp": mlp_scorer(MLPSettings(width=8), model_dims(CONFIG)),
 }
-EXPIRY_POLICIES = ["dense", "streaming_llm", "random", "knorm", *SCORERS]
+ENTRY_BYTES = 2 * CONFIG.head_dim * 4
 
 
 @cache
@@ -53,20 +54,29 @@ def tiny_model() -> LoadedModel:
     return LoadedModel(CONFIG, replace(params, layers=layers), tokenizer=None, source="tiny", fingerprint="tiny")
 
 
-def make_policy(name: str, sinks: int = SINKS, window: int = WINDOW) -> Policy:
+@cache
+def make_policy(name: str) -> Policy:
     """The policy of that name; "kvpop_immediate" is kvpop with the scorer that reads at arrival."""
-    settings = PolicySettings(sinks=sinks, window=window, scorer=SCORERS.get(name))
+    settings = PolicySettings(sinks=SINKS, window=WINDOW, scorer=SCORERS.get(name))
     return policies.make(name.removesuffix("_immediate"), settings)
 
 
-def random_scorers(name: str) -> list | None:
-    """Parameters for every layer, shaken so that no head, gate or bias is zero; None for policies without a scorer."""
-    if name not in SCORERS:
-        return None
-    rng = np.random.default_rng(5)
-    layers = [SCORERS[name].init(key) for key in jax.random.split(jax.random.key(1), CONFIG.num_layers)]
-    return jax.tree.map(lambda leaf: leaf + jnp.asarray(0.4 * rng.normal(size=leaf.shape), leaf.dtype), layers)
+def initial_scorer(name: str, layer: int) -> Any:
+    """What training starts from: the head is zero. None for policies without a scorer."""
+    return SCORERS[name].init(jax.random.key(layer)) if name in SCORERS else None
 
 
-def random_tokens(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, CONFIG.vocab_size, size=shape, dtype=np.int32)
+def random_scorer(name: str, layer: int) -> Any:
+    """Shaken so that no head, gate or bias is zero."""
+    rng = np.random.default_rng(layer)
+
+    def shaken(leaf):
+        return leaf + jnp.asarray(0.4 * rng.normal(size=leaf.shape), leaf.dtype)
+
+    return jax.tree.map(shaken, initial_scorer(name, layer))
+
+
+def distinct_tokens(rows: int, length: int) -> np.ndarray:
+    """Rows without repetition: in the first layer a repeated token has the same key norm again, up to rounding."""
+    rng = np.random.default_rng(0)
+    return np.stack([rng.permutation(CONFIG.vocab_size)[:length] for _ in range(rows)]).astype(np.int32)

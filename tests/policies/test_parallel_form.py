@@ -6,82 +6,114 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from inference.tiny_model import CONFIG, EXPIRY_POLICIES, SCORERS, make_policy, random_scorers, random_tokens, tiny_model
+from inference.parallel_pass import parallel_logits
+from inference.tiny_model import (
+    CONFIG,
+    ENTRY_BYTES,
+    distinct_tokens,
+    initial_scorer,
+    make_policy,
+    random_scorer,
+    tiny_model,
+)
 from oracles import assert_close
 
-from kvpop_jax.eviction import expiry_from_priority, token_layout
-from kvpop_jax.inference import decode_step, prefill
-from kvpop_jax.inference.decode import Setup
+from kvpop_jax.cache import live_entries
+from kvpop_jax.eviction import token_layout
 from kvpop_jax.models import apply_layers, forward, unembed
-from kvpop_jax.policies import Prompt
-from pallas_kernels import masked_attention
+from kvpop_jax.policies import NewToken, Prompt
 
-LENGTH, BUDGET = 56, 26
-TOKEN_BT = random_tokens(3, LENGTH)
-SEED_B = np.array([7, 8, 7], np.int32)
-# One token, fewer than the window, more than the budget; a pinned prompt must leave a pool.
-PROMPT_B = np.array([1, 4, 40], np.int32)
-PINNED_PROMPT_B = np.array([1, 4, 13], np.int32)
+LENGTH, BUDGET, TOLERANCE = 56, 30, 2e-5
+TOKEN_BT = distinct_tokens(6, LENGTH)
+SEED_B = np.array([7, 8, 7, 8, 7, 8], np.int32)
+# One token, fewer than the window, more than the budget; and three that are pinned, the longest leaving a small pool.
+PROMPT_B = np.array([1, 4, 40, 1, 4, 8], np.int32)
+PINNED_PROMPT_B = np.where(np.arange(6) < 3, 0, PROMPT_B)
+ANSWER_BT = np.arange(LENGTH) >= PROMPT_B[:, None] - 1
+# One policy per layer, so that a model of two layers tests two.
+PAIRS = [("dense", "streaming_llm"), ("random", "knorm"), ("kvpop", "kvpop_mlp"), ("kvpop_immediate", "random")]
 
 
-def make_setup(name: str, *, budget: int | None = None, pin_prompt: bool = False) -> Setup:
-    policy = make_policy(name)
-    budget = budget or (LENGTH if name == "dense" else BUDGET)
-    plan = policy.plan(budget, CONFIG, 2 * CONFIG.head_dim * 4)
-    return Setup(CONFIG, (policy,) * CONFIG.num_layers, (plan,) * CONFIG.num_layers, pin_prompt)
+def plan_of(name: str, budget: int = BUDGET):
+    return make_policy(name).plan(LENGTH if name == "dense" else budget, CONFIG, ENTRY_BYTES)
 
 
 @partial(jax.jit, static_argnums=0)
-def cached_logits(setup, params, scorers, token_BT, prompt_B):
-    """Prefills each row's prompt and feeds it the rest: logits of every token from the prompt's last one on, else 0."""
-    B, T = token_BT.shape
-    row_B = jnp.arange(B)
-    first_BV, caches = prefill(setup, params, scorers, token_BT, prompt_B, SEED_B)
-    logits_BTV = jnp.zeros((B, T, first_BV.shape[-1]), first_BV.dtype).at[row_B, prompt_B - 1].set(first_BV)
+def cached_logits(names, scorers, token_BT):
+    """Prefills each row's prompt and feeds it the rest, on caches of bounded size.
+
+    Returns:
+        Logits of every token from the prompt's last one on, and the entries that were live at each step and layer.
+    """
+    params = tiny_model().params
+    policies, plans = [make_policy(name) for name in names], [plan_of(name) for name in names]
+    (B, T), row_B, seed_B = token_BT.shape, jnp.arange(len(token_BT)), jnp.asarray(SEED_B)
+    index_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
+
+    def read_prompt(layer, inputs):
+        layout = token_layout(
+            (index_BT < PROMPT_B[:, None]).astype(jnp.int32),
+            sinks=plans[layer].sinks,
+            pool=plans[layer].pool,
+            prompt_BS=index_BT < PINNED_PROMPT_B[:, None],
+        )
+        tensors = inputs.hidden_BTE, inputs.q_BTHD, inputs.k_BTKD, inputs.v_BTKD
+        prompt = Prompt(token_BT, *tensors, layout, seed_B, layer)
+        return policies[layer].prefill(scorers[layer], prompt, plans[layer])
 
     def feed(carry, step):
         caches, logits_BTV = carry
-        position_B = prompt_B + step
+        position_B = PROMPT_B + step
         token_B = token_BT[row_B, jnp.minimum(position_B, T - 1)]
-        logits_BV, caches = decode_step(setup, params, scorers, caches, token_B, position_B, prompt_B, SEED_B)
-        return (caches, logits_BTV.at[row_B, position_B].set(logits_BV, mode="drop")), None
 
-    (_, logits_BTV), _ = jax.lax.scan(feed, (caches, logits_BTV), jnp.arange(T - 1))
-    return logits_BTV
+        def read_token(layer, inputs):
+            pinned_B = jnp.maximum(PINNED_PROMPT_B, plans[layer].sinks)
+            tensors = inputs.hidden_BTE, inputs.q_BTHD, inputs.k_BTKD, inputs.v_BTKD
+            new = NewToken(token_B, position_B, pinned_B, seed_B, *(x[:, 0] for x in tensors), layer)
+            o_BHD, cache = policies[layer].step(scorers[layer], caches[layer], new, plans[layer])
+            return o_BHD[:, None], cache
 
+        hidden_B1E, caches = apply_layers(CONFIG, params, token_B[:, None], position_B[:, None], read_token)
+        logits_BTV = logits_BTV.at[row_B, position_B].set(unembed(CONFIG, params, hidden_B1E[:, 0]), mode="drop")
+        return (caches, logits_BTV), jnp.stack([live_entries(cache) for cache in caches])
 
-@partial(jax.jit, static_argnums=0)
-def parallel_logits(setup, params, scorers, token_BT, prompt_B):
-    """One pass over whole rows under the mask of the policy's static priorities, and which keys live to the end."""
-    B, T = token_BT.shape
-    segment_BT = jnp.ones_like(token_BT)
-    prompt_BT = jnp.arange(T) < prompt_B[:, None] if setup.pin_prompt else None
-
-    def attend(layer, inputs):
-        plan, policy = setup.plans[layer], setup.policies[layer]
-        layout = token_layout(segment_BT, sinks=plan.sinks, pool=plan.pool, prompt_BS=prompt_BT)
-        tensors = inputs.hidden_BTE, inputs.q_BTHD, inputs.k_BTKD, inputs.v_BTKD
-        priority_BKT = policy.priorities(scorers[layer], Prompt(token_BT, *tensors, layout, SEED_B, layer))
-        expiry_BKT = expiry_from_priority(priority_BKT, layout, plan.window)
-        return masked_attention(*tensors[1:], expiry_BKT, segment_BT)[0], expiry_BKT >= T
-
-    hidden_BTE, kept = apply_layers(CONFIG, params, token_BT, jnp.broadcast_to(jnp.arange(T), (B, T)), attend)
-    return unembed(CONFIG, params, hidden_BTE), jnp.stack(kept)
+    hidden_BTE, caches = apply_layers(CONFIG, params, token_BT, index_BT, read_prompt)
+    first_BTV = jnp.where((index_BT == PROMPT_B[:, None] - 1)[..., None], unembed(CONFIG, params, hidden_BTE), 0)
+    (_, logits_BTV), live_nNB = jax.lax.scan(feed, (caches, first_BTV), jnp.arange(T - 1))
+    return logits_BTV, live_nNB
 
 
-def answers(prompt_B) -> np.ndarray:
-    """Where logits are compared: from each prompt's last token on."""
-    return np.arange(LENGTH) >= prompt_B[:, None] - 1
+def parallel(names, scorers, plans):
+    policies = [make_policy(name) for name in names]
+    return parallel_logits(policies, plans, scorers, TOKEN_BT, SEED_B, PINNED_PROMPT_B)
 
 
-@pytest.mark.parametrize("pin_prompt", [False, True])
-@pytest.mark.parametrize("name", EXPIRY_POLICIES)
-def test_a_prompt_and_single_steps_give_the_logits_of_one_parallel_pass(name, pin_prompt):
-    setup = make_setup(name, pin_prompt=pin_prompt)
-    params, scorers = tiny_model().params, random_scorers(name) or [None] * CONFIG.num_layers
-    prompt_B = PINNED_PROMPT_B if pin_prompt else PROMPT_B
-    wanted_BTV, kept = parallel_logits(setup, params, scorers, TOKEN_BT, prompt_B)
-    got_BTV = cached_logits(setup, params, scorers, TOKEN_BT, prompt_B)
-    assert kept.all() == (name == "dense"), "nothing was evicted: the comparison would be empty"
-    compared_BT = answers(prompt_B)
-    assert_close(np.asarray(got_BTV)[compared_BT], np.asarray(wanted_BTV)[compared_BT], 2e-5)
+@pytest.mark.core
+@pytest.mark.parametrize("names", PAIRS, ids="+".join)
+def test_a_prompt_and_single_steps_give_the_logits_of_one_parallel_pass(names):
+    scorers = [random_scorer(name, layer) for layer, name in enumerate(names)]
+    plans = [plan_of(name) for name in names]
+    wanted_BTV, most_seen = parallel(names, scorers, plans)
+    got_BTV, live_nNB = cached_logits(names, scorers, TOKEN_BT)
+    slots = [plan.slots for plan in plans]
+    # The pool was overfull, or this would compare nothing; and not one slot beyond the plan was ever used.
+    assert list(most_seen) == slots
+    assert list(np.max(live_nNB, axis=(0, 2))) == slots and np.min(live_nNB) > 0
+    assert_close(np.asarray(got_BTV)[ANSWER_BT], wanted_BTV[ANSWER_BT], TOLERANCE)
+
+
+@pytest.mark.core
+def test_an_untrained_scorer_with_age_decay_is_streaming_llm_at_the_same_slots():
+    names = ("kvpop", "kvpop_mlp")
+    plans = [plan_of(name) for name in names]
+    wanted_BTV, _ = parallel(["streaming_llm"] * 2, [None, None], plans)
+    got_BTV, _ = cached_logits(names, [initial_scorer(name, layer) for layer, name in enumerate(names)], TOKEN_BT)
+    assert_close(np.asarray(got_BTV)[ANSWER_BT], wanted_BTV[ANSWER_BT], TOLERANCE)
+
+
+@pytest.mark.parametrize("names", PAIRS, ids="+".join)
+def test_a_pool_as_long_as_the_text_gives_the_dense_logits(names):
+    scorers = [random_scorer(name, layer) for layer, name in enumerate(names)]
+    got_BTV, _ = parallel(names, scorers, [plan_of(name, budget=2 * LENGTH) for name in names])
+    wanted_BTV = jax.jit(forward, static_argnums=0)(CONFIG, tiny_model().params, TOKEN_BT)
+    assert_close(got_BTV, np.asarray(wanted_BTV), TOLERANCE)

@@ -54,16 +54,18 @@ def _documents(arrays):
 
 
 @pytest.mark.core
-def test_an_epoch_holds_every_document_whole_and_once(tmp_path, plain_tokenizer):
-    rows = _texts([3, 9, 17, 24, 5, 8, 12, 7] * 8)
-    path = _write(tmp_path / "a.jsonl", rows)
-    wanted = sorted((*plain_tokenizer.encode(row["text"]), 0) for row in rows)
-    data = _iterator(plain_tokenizer, [path])
+def test_every_document_is_met_whole_and_once_per_epoch(tmp_path, plain_tokenizer):
+    # 840 different documents of 3 to 14 tokens; the first two words of each are its number.
+    rows = [{"text": " ".join([f"w{2 + n // 60}", f"w{2 + n % 60}"] + ["w3"] * (n % 12))} for n in range(840)]
+    wanted = {(*plain_tokenizer.encode(row["text"]), 0) for row in rows}
+    data = _iterator(plain_tokenizer, [_write(tmp_path / "a.jsonl", rows)])
     met = []
-    while len(met) < len(rows):
+    while len(met) < 500:
         met += _documents(next(data))
-    # The last batch may have begun the second epoch.
-    assert not set(wanted) - set(met)
+    assert len(set(met)) == len(met)
+    while len(met) < 1300:
+        met += _documents(next(data))
+    assert set(met) == wanted
     data.close()
 
 
@@ -151,13 +153,13 @@ def test_the_seed_decides_the_order(tmp_path, plain_tokenizer):
 
 
 def test_processes_read_disjoint_documents(tmp_path, plain_tokenizer):
-    rows = [{"text": f"w{2 + n // 50} w{2 + n % 50}"} for n in range(64)]
+    rows = [{"text": f"w{2 + n // 60} w{2 + n % 60}"} for n in range(1200)]
     path = _write(tmp_path / "a.jsonl", rows)
     seen = []
     for index in range(2):
-        data = _iterator(plain_tokenizer, [path], process=(index, 2), batch_size=1)
+        data = _iterator(plain_tokenizer, [path], process=(index, 2))
         documents = set()
-        while len(documents) < 16:
+        while len(documents) < 300:
             documents |= set(_documents(next(data)))
         seen.append(documents)
         data.close()

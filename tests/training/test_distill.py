@@ -19,7 +19,7 @@ from kvpop_jax.training import distill
 from kvpop_jax.training.data import Batch
 from kvpop_jax.training.export import make_scorer
 from kvpop_jax.training.objectives import dense_hidden
-from kvpop_jax.training.step import GroupOptimizer, init_state, make_measure, make_step
+from kvpop_jax.training.step import GroupOptimizer, init_state, make_step
 from kvpop_jax.training.student import Student, student_hidden
 
 CONFIG = ModelConfig(
@@ -104,10 +104,10 @@ def test_each_loss_moves_its_own_weights_only(policy):
         def value(part):
             return objective(weights | {of: part}, _init(CONFIG, 5), batch, pool_B, KEY)[1][metric].sum()
 
-        return jax.jit(jax.grad(value))(weights[of])
+        return jax.grad(value)(weights[of])
 
-    for found in (gradient("kl", of="scorer"), gradient("boundary", of="base")):
-        chex.assert_trees_all_equal(found, jax.tree.map(jnp.zeros_like, found))
+    found = jax.jit(lambda: [gradient("kl", of="scorer"), gradient("boundary", of="base")])()
+    chex.assert_trees_all_equal(found, jax.tree.map(jnp.zeros_like, found))
 
 
 @pytest.mark.core
@@ -169,18 +169,17 @@ def test_switches_of_the_target_change_the_loss_and_nothing_else(params, target)
     assert not np.allclose(other["boundary"], metrics["boundary"], rtol=1e-4)
 
 
-def test_both_losses_train_and_rematerialised_layers_give_the_same_gradient(params, teacher):
-    student = _student("kvpop_mlp")
-    weights = {"base": params, "scorer": _opinionated(student)}
+def test_rematerialised_layers_give_the_same_gradient(params):
+    student, batch = _student("streaming_llm"), _batch()
 
     def gradient(remat):
-        objective = distill.distill(ONE_LAYER, student, jnp.dtype(jnp.float32), remat=remat)
-        return jax.jit(jax.grad(lambda w: objective(w, teacher, _batch(), jnp.array([6, 9]), KEY)[0]))(weights)
+        def value(params):
+            hidden, _ = student_hidden(student, ONE_LAYER, params, None, batch, jnp.array([6, 9]), KEY, remat=remat)
+            return jnp.sum(hidden**3)
 
-    found = gradient(True)
-    assert optax.global_norm(found["base"]) > 1e-4
-    assert optax.global_norm(found["scorer"]) > 1e-4
-    chex.assert_trees_all_close(found, gradient(False), rtol=1e-3, atol=1e-5)
+        return jax.jit(jax.grad(value))(params)
+
+    chex.assert_trees_all_close(gradient(True), gradient(False), rtol=1e-3, atol=1e-4)
 
 
 def test_a_scorer_learns_on_a_frozen_model(params):
@@ -196,11 +195,6 @@ def test_a_scorer_learns_on_a_frozen_model(params):
     assert history[-1] < 0.8 * history[0]
     assert metrics["boundary_accuracy"].mean() > 0.75
     assert set(state.weights) == {"scorer"}
-    measured = make_measure(distill.distance(ONE_LAYER, student), pools=(6,), seed=0)(
-        state.weights, params, batch, state.step
-    )
-    assert measured["kl"] > 0
-    assert 0 <= measured["agreement"] <= 1
 
 
 def test_rows_take_turns_through_the_budgets():

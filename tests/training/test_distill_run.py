@@ -71,6 +71,7 @@ def test_a_scorer_of_a_frozen_model_belongs_to_that_model(base, tmp_path):
         0
     ].keys()
     assert len(rows[0]["layers"]["kept_mass"]) == 1
+    assert all(row["grad_norm/scorer"] > 0 for row in rows)
     # The frozen model's distance from itself is measured when a line is printed.
     assert ["kl" in row for row in rows] == [True, True, False]
 
@@ -89,6 +90,7 @@ def test_a_killed_run_of_model_and_scorer_resumes_with_the_same_losses(base, tmp
         for name in ("killed", "whole")
     )
     assert found == wanted
+    assert all(row["grad_norm/base"] > 0 and row["grad_norm/scorer"] > 0 for row in found)
     export = tmp_path / "killed" / "run" / "export"
     assert load_scorer(export, load_model(str(export))).budgets == (24, 12)
     with pytest.raises(UserError, match="belongs to"):

@@ -1,0 +1,106 @@
+"""One step apart from any model: parts of a batch, pools, names of what went wrong."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from kvpop_jax.config import OptimizerConfig, ScheduleConfig
+from kvpop_jax.training.data import Batch
+from kvpop_jax.training.metrics import DivergedError, check_finite
+from kvpop_jax.training.optimizer import make_optimizer, schedule
+from kvpop_jax.training.step import GroupOptimizer, init_state, make_step, part_names
+
+RATE = optax.constant_schedule(0.1)
+SGD = {"base": GroupOptimizer(optax.sgd(RATE), RATE)}
+
+
+def _batch(rows=4, length=3):
+    token_BS = jnp.arange(rows * length).reshape(rows, length)
+    return Batch(token_BS, jnp.ones_like(token_BS), token_BS, token_BS > 0, token_BS > 0)
+
+
+def _quadratic(weights, frozen, batch, pool_B, key):
+    """A loss with a term per row, so that the mean over parts is the mean over the batch."""
+    error_BS = weights["base"]["layers"][0] - batch.token_BS
+    return jnp.mean(error_BS**2), {"pool": pool_B.sum()}
+
+
+def _state():
+    return init_state({"base": {"layers": [jnp.ones(3)], "norm": jnp.ones(2)}}, SGD)
+
+
+@pytest.mark.core
+def test_accumulated_parts_average_to_the_step_of_the_batch():
+    states = [
+        make_step(_quadratic, SGD, pools=(1,), seed=0, accumulate=parts)(_state(), (), _batch()) for parts in (1, 2, 4)
+    ]
+    for state, metrics in states[1:]:
+        np.testing.assert_allclose(
+            state.weights["base"]["layers"][0], states[0][0].weights["base"]["layers"][0], rtol=1e-6
+        )
+        np.testing.assert_allclose(metrics["loss"], states[0][1]["loss"], rtol=1e-6)
+        assert state.step == 1
+
+
+def test_norms_are_told_apart_by_group_and_part():
+    state = _state()
+    names = part_names(state.weights["base"])
+    _, metrics = make_step(_quadratic, SGD, pools=(1,), seed=0)(state, (), _batch())
+    norms = dict(zip(names, metrics["part_norms/base"].tolist(), strict=True))
+    assert norms["norm"] == 0
+    np.testing.assert_allclose(norms["layer 0"], metrics["grad_norm/base"], rtol=1e-6)
+
+
+METRICS = {
+    "boundary": np.array([0.1, 0.2, 0.3]),
+    "kl": np.array(0.5),
+    "loss": np.array(0.7),
+    "grad_norm/base": np.array(1.0),
+    "part_norms/base": np.array([0.5, 0.5]),
+}
+NAMES = {"base": ["embedding_VE", "layer 0"]}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ({"kl": np.array(np.nan), "loss": np.array(np.nan)}, "step 7: kl is nan"),
+        (
+            {"boundary": np.array([0.1, np.inf, np.nan]), "loss": np.array(np.nan)},
+            "step 7: boundary is inf in layer 1, 2",
+        ),
+        ({"loss": np.array(-np.inf)}, "step 7: loss is -inf"),
+        (
+            {"grad_norm/base": np.array(np.nan), "part_norms/base": np.array([0.5, np.nan])},
+            r"step 7: the gradient of base is nan \(layer 0\)",
+        ),
+    ],
+)
+def test_what_is_not_finite_is_named(broken, message):
+    with pytest.raises(DivergedError, match=message):
+        check_finite(7, METRICS | broken, NAMES)
+
+
+def test_finite_metrics_pass():
+    check_finite(7, METRICS, NAMES)
+
+
+def test_schedules_warm_up_from_the_first_step_and_end_where_they_should():
+    rate = schedule(ScheduleConfig(lr=2.0, shape="cosine", warmup=4, final=0.1), steps=20)
+    np.testing.assert_allclose([rate(step) for step in range(5)], [0.5, 1.0, 1.5, 2.0, 2.0], rtol=1e-6)
+    np.testing.assert_allclose(rate(20), 0.2, rtol=1e-6)
+    constant = schedule(ScheduleConfig(lr=2.0, shape="constant", warmup=0), steps=20)
+    assert constant(0) == constant(19) == 2.0
+
+
+def test_groups_are_clipped_apart_and_only_matrices_decay():
+    settings = OptimizerConfig(clip=1.0, weight_decay=0.5)
+    optimizer = make_optimizer(settings, ScheduleConfig(lr=1.0, shape="constant", warmup=0), steps=10)
+    weights = {"matrix": jnp.ones((2, 2)), "vector": jnp.ones(2)}
+    updates, _ = optimizer.update(
+        {"matrix": jnp.zeros((2, 2)), "vector": jnp.zeros(2)}, optimizer.init(weights), weights
+    )
+    np.testing.assert_allclose(updates["matrix"], -0.5)
+    np.testing.assert_allclose(updates["vector"], 0)
