@@ -1,0 +1,41 @@
+"""Choosing a policy by name."""
+
+from pathlib import Path
+
+import pytest
+from inference.tiny_model import SCORERS
+
+from kvpop_jax import policies
+from kvpop_jax.errors import UserError
+from kvpop_jax.policies import PolicySettings
+
+FOLDER = Path(policies.__file__).parent
+FILES = sorted(file.stem for file in FOLDER.glob("*.py") if "\ndef make(settings: PolicySettings)" in file.read_text())
+
+
+@pytest.mark.core
+def test_every_file_that_defines_a_policy_is_listed_and_made_under_its_own_name():
+    assert policies.names() == FILES
+    assert {"dense", "kvpop", "kvpop_mlp", "random", "streaming_llm", "tova"} <= set(FILES)
+    for name in FILES:
+        made = policies.make(name, PolicySettings(scorer=SCORERS.get(name)))
+        assert made.name == name
+        assert (made.prefill_mode == "expiry") == (made.priorities is not None)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", ["h3o", "base", ""])
+def test_an_unknown_policy_is_refused_with_the_names_there_are(name):
+    with pytest.raises(UserError) as refusal:
+        policies.make(name, PolicySettings())
+    assert repr(name) in str(refusal.value)
+    assert all(known in str(refusal.value) for known in FILES)
+
+
+@pytest.mark.parametrize("name", ["kvpop", "kvpop_mlp"])
+def test_a_learned_policy_is_refused_without_its_kind_of_scorer(name):
+    with pytest.raises(UserError, match=f"policy {name} needs a trained scorer"):
+        policies.make(name, PolicySettings())
+    other = SCORERS["kvpop_mlp" if name == "kvpop" else "kvpop"]
+    with pytest.raises(UserError, match=rf"policy {name} needs a scorer of kind .*, not '{other.kind}'"):
+        policies.make(name, PolicySettings(scorer=other))
