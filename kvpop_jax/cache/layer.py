@@ -64,7 +64,8 @@ def replace_priority(
     """Gives the token in `slot` its priority, in the rows marked by `where`."""
     slots = cache.position_BKC.shape[-1]
     chosen_BKC = (jnp.arange(slots) == slot_BK[..., None]) & where_B[:, None, None]
-    return replace(cache, priority_BKC=jnp.where(chosen_BKC, priority_BK[..., None], cache.priority_BKC))
+    priority_BKC = priority_BK[..., None].astype(cache.priority_BKC.dtype)
+    return replace(cache, priority_BKC=jnp.where(chosen_BKC, priority_BKC, cache.priority_BKC))
 
 
 def choose_victim(cache: LayerCache) -> Int[Array, "B K"]:

@@ -14,16 +14,30 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from kvpop_jax.cache import CachePlan, LayerCache
+from kvpop_jax.cache import CachePlan, LayerCache, live_entries, survived
 from kvpop_jax.eviction import token_layout
 from kvpop_jax.inference.sampling import SamplingParams, sample
 from kvpop_jax.models import DecoderParams, LayerInputs, ModelConfig, apply_layers, unembed
 from kvpop_jax.policies import NewToken, Policy, Prompt
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class CacheUsage:
+    """How full a row's caches have been, and how much of its prompt they hold.
+
+    Attributes:
+        peak_live_B: most slots ever occupied in any layer and head.
+        survival_B: share of the prompt that is cached, averaged over layers and heads.
+    """
+
+    peak_live_B: Int[Array, "B"]
+    survival_B: Float[Array, "B"]
+
+
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["caches", "token_B", "log_prob_B", "position_B", "prompt_B", "seed_B", "done_B"],
+    data_fields=["caches", "token_B", "log_prob_B", "position_B", "prompt_B", "seed_B", "done_B", "usage"],
     meta_fields=[],
 )
 @dataclass(frozen=True)
@@ -37,6 +51,7 @@ class DecodeState:
         prompt_B: length of its prompt.
         seed_B: the row's random stream.
         done_B: rows that have emitted a stop token. They go on computing, and what they emit is dropped.
+        usage: what each row's own tokens made of its caches; it stands still once the row has ended.
     """
 
     caches: list[LayerCache]
@@ -46,6 +61,7 @@ class DecodeState:
     prompt_B: Int[Array, "B"]
     seed_B: Int[Array, "B"]
     done_B: Bool[Array, "B"]
+    usage: CacheUsage
 
 
 @dataclass(frozen=True)
@@ -140,7 +156,8 @@ def start(
     logits_BV, caches = prefill(setup, params, scorers, token_BS, length_B, seed_B)
     token_B, log_prob_B = sample(logits_BV, seed_B, length_B, sampling)
     done_B = _stops(setup, token_B, sampling)
-    return DecodeState(caches, token_B, log_prob_B, length_B, length_B, seed_B, done_B)
+    usage = cache_usage(caches, length_B)
+    return DecodeState(caches, token_B, log_prob_B, length_B, length_B, seed_B, done_B, usage)
 
 
 def decode_steps(
@@ -165,11 +182,25 @@ def decode_steps(
         position_B = state.position_B + 1
         token_B, log_prob_B = sample(logits_BV, state.seed_B, position_B, sampling)
         done_B = state.done_B | _stops(setup, token_B, sampling)
-        following = DecodeState(caches, token_B, log_prob_B, position_B, state.prompt_B, state.seed_B, done_B)
+        # Other rows may need more steps than this one, and steps come in batches: those are not the row's own.
+        own_B = ~state.done_B & (state.position_B - state.prompt_B < sampling.max_new_tokens)
+        now = cache_usage(caches, state.prompt_B)
+        usage = CacheUsage(
+            jnp.where(own_B, jnp.maximum(state.usage.peak_live_B, now.peak_live_B), state.usage.peak_live_B),
+            jnp.where(own_B, now.survival_B, state.usage.survival_B),
+        )
+        following = DecodeState(caches, token_B, log_prob_B, position_B, state.prompt_B, state.seed_B, done_B, usage)
         return following, (state.token_B, state.log_prob_B)
 
     state, (token_nB, log_prob_nB) = lax.scan(one, state, length=steps)
     return state, token_nB, log_prob_nB
+
+
+def cache_usage(caches: Sequence[LayerCache], prompt_B: Int[Array, "B"]) -> CacheUsage:
+    """The usage of caches as they stand, one per layer."""
+    live_NB = jnp.stack([live_entries(cache) for cache in caches])
+    survival_NB = jnp.stack([survived(cache, prompt_B) for cache in caches])
+    return CacheUsage(jnp.max(live_NB, axis=0), jnp.mean(survival_NB, axis=0))
 
 
 def _pinned(setup, plan, prompt_B):

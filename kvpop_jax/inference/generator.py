@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Generator as Generator_
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvpop_jax.cache import CachePlan, LayerCache, live_entries, survived
+from kvpop_jax.cache import CachePlan
 from kvpop_jax.errors import UserError
 from kvpop_jax.inference import decode
 from kvpop_jax.inference.decode import Setup
@@ -120,6 +120,8 @@ class Generator:
         Raises:
             UserError: an empty prompt, one too long for the model, or one that pinning leaves no pool for.
         """
+        if not prompts:
+            return []
         seeds = list(range(len(prompts))) if seeds is None else list(seeds)
         setup, token_BS, length_B = self._prepare(prompts, sampling.max_new_tokens)
         seed_B = jnp.asarray([seed % 2**31 for seed in seeds], jnp.int32)
@@ -127,11 +129,9 @@ class Generator:
         state = start(self.model.params, self._scorers(), token_BS, length_B, seed_B)
         tokens: list[Array] = []
         log_probs: list[Array] = []
-        live_B = jnp.zeros_like(length_B)
         while len(tokens) * STEPS_PER_DISPATCH < sampling.max_new_tokens:
             unfinished = int(jnp.sum(~state.done_B))
             state, token_nB, log_prob_nB = steps(self.model.params, self._scorers(), state)
-            live_B = jnp.maximum(live_B, _live(state.caches))
             tokens.append(token_nB)
             log_probs.append(log_prob_nB)
             if progress is not None:
@@ -140,7 +140,7 @@ class Generator:
                 break
         token_Bn = np.concatenate([np.asarray(x) for x in tokens]).T[:, : sampling.max_new_tokens]
         log_prob_Bn = np.concatenate([np.asarray(x) for x in log_probs]).T[:, : sampling.max_new_tokens]
-        reports = self._reports(setup.plans, state.caches, state.prompt_B, np.asarray(live_B))
+        reports = self._reports(setup.plans, state.caches, state.usage)
         return [
             self._completion(token_n, log_prob_n, sampling, report)
             for token_n, log_prob_n, report in zip(token_Bn, log_prob_Bn, reports, strict=True)
@@ -179,16 +179,17 @@ class Generator:
         step = self._jit("step", setup, lambda: jax.jit(partial(decode.decode_step, setup), donate_argnums=(2,)))
         seed_B = jnp.asarray([seed % 2**31 for seed in seeds], jnp.int32)
         logits_BV, caches = prefill(self.model.params, self._scorers(), token_BS, length_B, seed_B)
-        live_B = _live(caches)
+        usage = _usage(caches, length_B)
         yield logits_BV
         for t in range(prompt_length, T - 1):
             position_B = jnp.full(B, t, jnp.int32)
             logits_BV, caches = step(
                 self.model.params, self._scorers(), caches, text_BT[:, t], position_B, length_B, seed_B
             )
-            live_B = jnp.maximum(live_B, _live(caches))
+            now = _usage(caches, length_B)
+            usage = replace(now, peak_live_B=jnp.maximum(usage.peak_live_B, now.peak_live_B))
             yield logits_BV
-        return self._reports(setup.plans, caches, length_B, np.asarray(live_B))
+        return self._reports(setup.plans, caches, usage)
 
     def _prepare(self, prompts, new_tokens):
         lengths = [len(prompt) for prompt in prompts]
@@ -238,11 +239,10 @@ class Generator:
         reason = "stop" if stops.any() else "length"
         return Completion(token_n[:end].tolist(), log_prob_n[:end].tolist(), reason, report)
 
-    def _reports(self, plans, caches, prompt_B, live_B):
+    def _reports(self, plans, caches, usage):
         plan = plans[0]
-        rows = len(live_B)
+        rows = len(usage.peak_live_B)
         total = sum(leaf.nbytes for leaf in jax.tree.leaves(caches)) // rows
-        survival_B = np.mean([np.asarray(survived(cache, prompt_B)) for cache in caches], axis=0)
         return [
             CacheReport(
                 budget=plan.budget,
@@ -258,10 +258,8 @@ class Generator:
                 pin_prompt=self.pin_prompt,
                 prefill_mode=self.policy.prefill_mode,
             )
-            for live, share in zip(live_B, survival_B, strict=True)
+            for live, share in zip(np.asarray(usage.peak_live_B), np.asarray(usage.survival_B), strict=True)
         ]
 
 
-@jax.jit
-def _live(caches: list[LayerCache]) -> Int[Array, "B"]:
-    return jnp.max(jnp.stack([live_entries(cache) for cache in caches]), axis=0)
+_usage = jax.jit(decode.cache_usage)

@@ -28,7 +28,7 @@ class SamplingParams:
     stop_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
+        if not self.temperature >= 0:  # a NaN is refused too
             raise UserError(f"temperature must be 0 (greedy) or more, not {self.temperature}")
         if self.top_k < 0 or not 0 < self.top_p <= 1:
             raise UserError(f"top_k must be 0 or more and top_p in (0, 1], not {self.top_k} and {self.top_p}")

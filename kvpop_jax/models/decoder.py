@@ -118,19 +118,20 @@ def apply_layers(
     rotation = rope_rotation(config, position_BT, residual_BTE.dtype)
     extras = []
     for index, layer in enumerate(params.layers):
-        step = partial(_apply_layer, config, partial(attend, index))
+        step = partial(apply_layer, config, partial(attend, index))
         residual_BTE, extra = (jax.checkpoint(step) if remat else step)(layer, residual_BTE, rotation)
         extras.append(extra)
     return rms_norm(residual_BTE, params.final_norm_E, config.rms_norm_eps), extras
 
 
-def _apply_layer(
+def apply_layer(
     config: ModelConfig,
     attend: Callable[[LayerInputs], tuple[Float[Array, "B T H D"], Any]],
     layer: LayerParams,
     residual_BTE: Float[Array, "B T E"],
     rotation: Rotation,
 ) -> tuple[Float[Array, "B T E"], Any]:
+    """One layer: attention and feed-forward on the residual stream, and what `attend` returned beside its output."""
     o_BTHD, extra = attend(_layer_inputs(config, layer, residual_BTE, rotation))
     batch, length, _ = residual_BTE.shape
     residual_BTE = residual_BTE + o_BTHD.reshape(batch, length, -1) @ layer.o_proj

@@ -1,5 +1,6 @@
 """KVpop_mlp: a two-layer MLP per KV head on a token's own key and value (arXiv 2607.05061)."""
 
+import math
 from dataclasses import dataclass
 from functools import partial
 
@@ -60,7 +61,7 @@ def mlp_scorer(settings: MLPSettings, dims: ScorerDims) -> Scorer:
     """Scores a token from its cached key and value; it has no state, so when it scores makes no difference."""
 
     def init(key: Array) -> MLPParams:
-        log_decay_K = jnp.full(dims.num_kv_heads, jnp.log(settings.decay_init))
+        log_decay_K = jnp.full(dims.num_kv_heads, math.log(settings.decay_init), jnp.float32)
         return MLPParams(init_mlp(key, dims, settings.width), log_decay_K)
 
     def parallel(params, state, hidden_BSE, k_BSKD, v_BSKD, segment_BS, *, delay):

@@ -4,6 +4,7 @@ The memory absorbs every token as it arrives; the read for token t happens w tok
 of the future. In the parallel form that is an ordinary causal mLSTM whose queries are shifted right by w.
 """
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -144,6 +145,6 @@ def _init(key, settings, dims, X, Y):
         gate_bias_2K=jnp.concatenate([jnp.zeros(K), jnp.linspace(*settings.forget_bias, K)]),
         out_KY=jnp.zeros((K, Y)),
         out_bias_K=jnp.zeros(K),
-        log_decay_K=jnp.full(K, jnp.log(settings.decay_init)),
+        log_decay_K=jnp.full(K, math.log(settings.decay_init), jnp.float32),
         skip=skip,
     )

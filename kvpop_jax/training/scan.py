@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from kvpop_jax.models import DecoderParams, LayerInputs, ModelConfig, rms_norm, rope_rotation
-from kvpop_jax.models.decoder import _apply_layer as apply_layer
+from kvpop_jax.models.decoder import apply_layer
 
 ScannedAttend = Callable[[Int[Array, ""], Any, LayerInputs], tuple[Float[Array, "B T H D"], Any]]
 """(layer index, what belongs to the layer, inputs) -> attention output and a pytree of arrays."""

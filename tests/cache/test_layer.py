@@ -27,10 +27,10 @@ C, S = PLAN.slots, 20
 
 
 def make_cache(position_BKC, priority_BKC) -> LayerCache:
-    position_BKC = jnp.asarray(position_BKC, jnp.int32)
-    rows_BKCD = jnp.zeros((*position_BKC.shape, D))
-    ring_BKW = jnp.zeros((*position_BKC.shape[:2], WINDOW), jnp.int32)
-    return LayerCache(rows_BKCD, rows_BKCD, position_BKC, jnp.asarray(priority_BKC, jnp.float32), ring_BKW, ())
+    position_BKC = np.asarray(position_BKC, np.int32)
+    rows_BKCD = np.zeros((*position_BKC.shape, D), np.float32)
+    ring_BKW = np.zeros((*position_BKC.shape[:2], WINDOW), np.int32)
+    return LayerCache(rows_BKCD, rows_BKCD, position_BKC, np.asarray(priority_BKC, np.float32), ring_BKW, ())
 
 
 def victim_by_hand(position_C, priority_C) -> int:
@@ -79,7 +79,7 @@ def prompt(length_B, seed: int = 0):
 def test_the_cache_of_a_prompt_holds_its_survivors_and_knows_its_window():
     length_B = np.array([1, 4, 19])
     alive_BKS, priority_BKS = prompt(length_B)
-    cache = compact(alive_BKS, priority_BKS, length_B, PLAN)
+    cache = jax.device_get(compact(alive_BKS, priority_BKS, length_B, PLAN))
     assert cache.position_BKC.shape == (B, K, C)
     for row, head in np.ndindex(B, K):
         position_C = np.asarray(cache.position_BKC[row, head])
@@ -119,13 +119,14 @@ def test_the_ring_finds_the_leaving_token_over_more_than_two_windows():
         for row in np.flatnonzero(position_B >= WINDOW):
             np.testing.assert_array_equal(left_BK[row], position_B[row] - WINDOW)
         # Nothing protected is ever lost, no slot holds what another holds, none beyond the plan exists.
+        position_BKC, priority_BKC = jax.device_get((cache.position_BKC, cache.priority_BKC))
         for row, head in np.ndindex(B, K):
-            held = [int(p) for p in cache.position_BKC[row, head] if p >= 0]
+            held = [int(p) for p in position_BKC[row, head] if p >= 0]
             window = range(max(position_B[row] - WINDOW + 1, 0), position_B[row] + 1)
             assert len(held) == len(set(held)) == min(position_B[row] + 1, C)
             assert set(held) >= set(window) | set(range(min(PLAN.sinks, position_B[row] + 1)))
-            protected = np.asarray(cache.priority_BKC[row, head]) == PROTECTED
-            assert {int(p) for p in cache.position_BKC[row, head, protected] if p >= PLAN.sinks} <= set(window)
+            protected = priority_BKC[row, head] == PROTECTED
+            assert {int(p) for p in position_BKC[row, head, protected] if p >= PLAN.sinks} <= set(window)
 
 
 def test_a_priority_is_replaced_in_its_slot_and_in_the_marked_rows_only():
@@ -139,5 +140,5 @@ def test_a_priority_is_replaced_in_its_slot_and_in_the_marked_rows_only():
 
 def test_float64_priorities_do_not_change_the_dtype_of_the_cache(float64):
     cache = make_cache(np.broadcast_to(np.arange(C), (B, K, C)), np.zeros((B, K, C)))
-    changed = replace_priority(cache, np.zeros((B, K), int), jnp.full((B, K), 0.1), np.ones(B, bool))
+    changed = replace_priority(cache, np.zeros((B, K), int), jnp.full((B, K), 0.1, jnp.float64), np.ones(B, bool))
     assert changed.priority_BKC.dtype == jnp.float32

@@ -34,20 +34,20 @@ def parallel_logits(
     expiries = [np.full((B, CONFIG.num_kv_heads, T), NEVER, np.int32) for _ in plans]
     # What a layer reads depends on the evictions of the layers below it only: one more of them is right in every round.
     for layer, (policy, plan, scorer) in enumerate(zip(policies, plans, scorers, strict=True)):
-        _, inputs = _masked_pass(token_BT, expiries)
+        _, inputs = _masked_pass(tiny_model().params, token_BT, expiries)
         layout = _layout(np.ones_like(token_BT), plan.sinks, plan.pool, prompt_BT)
         seen = inputs[layer]
         tensors = seen.hidden_BTE, seen.q_BTHD, seen.k_BTKD, seen.v_BTKD
         prompt = Prompt(jnp.asarray(token_BT), *tensors, layout, jnp.asarray(seed_B), layer)
         expiries[layer] = _expiry(_priorities(policy, scorer, prompt), layout, plan.window)
-    logits_BTV, _ = _masked_pass(token_BT, expiries)
+    logits_BTV, _ = _masked_pass(tiny_model().params, token_BT, expiries)
     visible = [(index_T <= index_T[:, None]) & (index_T[:, None] < x[:, :, None]) for x in map(np.asarray, expiries)]
     return np.asarray(logits_BTV), [int(x.sum(-1).max()) for x in visible]
 
 
 # Compiled apart, so that all policies share what they can: compiling is all that these tests cost.
 @jax.jit
-def _masked_pass(token_BT, expiries):
+def _masked_pass(params, token_BT, expiries):
     B, T = token_BT.shape
     segment_BT = jnp.ones_like(token_BT)
 
@@ -55,7 +55,6 @@ def _masked_pass(token_BT, expiries):
         o_BTHD, _lse = masked_attention(inputs.q_BTHD, inputs.k_BTKD, inputs.v_BTKD, expiries[layer], segment_BT)
         return o_BTHD, inputs
 
-    params = tiny_model().params
     hidden_BTE, inputs = apply_layers(CONFIG, params, token_BT, jnp.broadcast_to(jnp.arange(T), (B, T)), attend)
     return unembed(CONFIG, params, hidden_BTE), inputs
 

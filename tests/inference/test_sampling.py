@@ -30,7 +30,7 @@ def kept_by_hand(params: SamplingParams) -> list[int]:
 @pytest.mark.core
 @pytest.mark.parametrize(
     "options",
-    [{}, {"top_k": 1}, {"top_k": 5}, {"top_k": 99}, {"top_p": 0.6}, {"top_p": 0.01}, {"top_k": 6, "top_p": 0.8}],
+    [{}, {"top_k": 5}, {"top_p": 0.6}, {"top_p": 0.01}, {"top_k": 6, "top_p": 0.8}],
     ids=str,
 )
 def test_tokens_come_from_the_kept_set_as_often_as_they_should(options):

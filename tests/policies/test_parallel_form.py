@@ -44,13 +44,12 @@ def plan_of(name: str, budget: int = BUDGET):
 
 
 @partial(jax.jit, static_argnums=0)
-def cached_logits(names, scorers, token_BT):
+def cached_logits(names, params, scorers, token_BT):
     """Prefills each row's prompt and feeds it the rest, on caches of bounded size.
 
     Returns:
         Logits of every token from the prompt's last one on, and the entries that were live at each step and layer.
     """
-    params = tiny_model().params
     policies, plans = [make_policy(name) for name in names], [plan_of(name) for name in names]
     (B, T), row_B, seed_B = token_BT.shape, jnp.arange(len(token_BT)), jnp.asarray(SEED_B)
     index_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
@@ -98,7 +97,7 @@ def test_a_prompt_and_single_steps_give_the_logits_of_one_parallel_pass(names):
     scorers = [random_scorer(name, layer) for layer, name in enumerate(names)]
     plans = [plan_of(name) for name in names]
     wanted_BTV, most_seen = parallel(names, scorers, plans)
-    got_BTV, live_nNB = cached_logits(names, scorers, TOKEN_BT)
+    got_BTV, live_nNB = cached_logits(names, tiny_model().params, scorers, TOKEN_BT)
     slots = [plan.slots for plan in plans]
     # The pool was overfull, or this would compare nothing; and not one slot beyond the plan was ever used.
     assert most_seen == slots
@@ -111,7 +110,8 @@ def test_an_untrained_scorer_with_age_decay_is_streaming_llm_at_the_same_slots()
     names = ("kvpop", "kvpop_mlp")
     plans = [plan_of(name) for name in names]
     wanted_BTV, _ = parallel(["streaming_llm"] * 2, [None, None], plans)
-    got_BTV, _ = cached_logits(names, [initial_scorer(name, layer) for layer, name in enumerate(names)], TOKEN_BT)
+    scorers = [initial_scorer(name, layer) for layer, name in enumerate(names)]
+    got_BTV, _ = cached_logits(names, tiny_model().params, scorers, TOKEN_BT)
     assert_close(np.asarray(got_BTV)[ANSWER_BT], wanted_BTV[ANSWER_BT], TOLERANCE)
 
 

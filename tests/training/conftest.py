@@ -1,8 +1,7 @@
-"""What the training tests share: two small tokenizers, one with a chat template, and what has been compiled."""
+"""What the training tests share: two small tokenizers, one with a chat template."""
 
 from pathlib import Path
 
-import jax
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -26,18 +25,3 @@ def plain_tokenizer():
     model = Tokenizer(WordLevel(words, unk_token="<unk>"))
     model.pre_tokenizer = Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<eos>", unk_token="<unk>")
-
-
-@pytest.fixture(scope="module")
-def compile_once(tmp_path_factory):
-    """All runs here compile the same step; nearly all of their time would go there."""
-    options = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-        "jax_persistent_cache_min_compile_time_secs": 1.0,
-    }
-    before = {name: getattr(jax.config, name) for name in options}
-    for name, value in options.items():
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)

@@ -22,7 +22,6 @@ from kvpop_jax.scorers import MLPSettings
 from kvpop_jax.training import loop
 from kvpop_jax.training.export import load_scorer
 
-pytestmark = pytest.mark.usefixtures("compile_once")
 TINY_MATH = Path(__file__).parents[2] / "assets" / "qwen3-tiny-math"
 
 

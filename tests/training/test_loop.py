@@ -27,7 +27,6 @@ from kvpop_jax.training import checkpoint, loop
 from kvpop_jax.training.metrics import DivergedError
 from kvpop_jax.training.step import make_step
 
-pytestmark = pytest.mark.usefixtures("compile_once")
 TINY_MATH = Path(__file__).parents[2] / "assets" / "qwen3-tiny-math"
 
 

@@ -1,0 +1,93 @@
+"""`Generator`: what a completion may depend on, where it ends, and what is refused."""
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+from inference.tiny_model import CONFIG, distinct_tokens, make_policy, random_scorer, tiny_model
+
+from kvpop_jax.errors import UserError
+from kvpop_jax.inference import Completion, Generator, SamplingParams
+
+BUDGET, NEW_TOKENS = 30, 40
+# The first two prompts alone are padded less than beside the third, which is longer than the budget too.
+PROMPTS = [distinct_tokens(1, 64)[0][:3].tolist(), distinct_tokens(2, 64)[1][:10].tolist()]
+PROMPTS.append([*distinct_tokens(3, 64)[2].tolist(), *PROMPTS[1][:6]])
+SEEDS = [5, 6, 7]
+GREEDY = SamplingParams(max_new_tokens=NEW_TOKENS)
+SAMPLED = SamplingParams(temperature=1.0, top_p=0.95, max_new_tokens=NEW_TOKENS, stop_tokens=(11, 12))
+
+
+@cache
+def generator(name: str) -> Generator:
+    scorers = [random_scorer(name, layer) for layer in range(CONFIG.num_layers)]
+    return Generator(tiny_model(), make_policy(name), None if name == "dense" else BUDGET, scorers)
+
+
+def assert_same(got: Completion, wanted: Completion):
+    assert (got.tokens, got.finish_reason) == (wanted.tokens, wanted.finish_reason)
+    np.testing.assert_allclose(got.logprobs, wanted.logprobs, atol=1e-4)
+    assert got.cache.peak_live == wanted.cache.peak_live
+    assert got.cache.prompt_survival == pytest.approx(wanted.cache.prompt_survival)
+
+
+@pytest.mark.parametrize(("name", "sampling"), [("tova", GREEDY), ("random", SAMPLED)])
+def test_a_completion_depends_on_its_prompt_and_seed_only(name, sampling):
+    batch = generator(name).generate(PROMPTS, sampling, SEEDS)
+    order = [2, 0, 1]
+    other_seeds = [9, 6, 8]
+    shuffled = generator(name).generate([PROMPTS[i] for i in order], sampling, [SEEDS[i] for i in order])
+    reseeded = generator(name).generate(PROMPTS, sampling, other_seeds)
+    alone = generator(name).generate(PROMPTS[1:2], sampling, SEEDS[1:2])
+    for wanted, got in zip([batch[i] for i in order], shuffled, strict=True):
+        assert_same(got, wanted)
+    assert_same(reseeded[1], batch[1])
+    assert_same(alone[0], batch[1])
+    assert (reseeded[0].tokens == batch[0].tokens) == (sampling.temperature == 0)
+    for completion in batch:
+        ended = completion.finish_reason == "stop"
+        assert len(completion.logprobs) == len(completion.tokens)
+        assert len(completion.tokens) < NEW_TOKENS if ended else len(completion.tokens) == NEW_TOKENS
+        assert not set(completion.tokens) & set(sampling.stop_tokens)
+    if sampling.stop_tokens:
+        assert any(completion.finish_reason == "stop" for completion in batch)
+
+
+def test_streaming_yields_the_tokens_of_a_completion():
+    wanted = generator("tova").generate(PROMPTS[1:2], GREEDY, SEEDS[1:2])[0]
+    assert list(generator("tova").stream(PROMPTS[1], GREEDY, SEEDS[1])) == wanted.tokens
+    assert len(set(wanted.tokens)) > 5
+
+
+def test_a_stop_token_ends_a_completion_and_its_report_but_changes_nothing_before():
+    endless = generator("tova").generate(PROMPTS[1:2], GREEDY, SEEDS[1:2])[0]
+    end = next(n for n in range(2, BUDGET // 2) if endless.tokens[n] not in endless.tokens[:n])
+    stop = endless.tokens[end]
+    model = replace(tiny_model(), config=replace(CONFIG, eos_token_ids=(stop,)))
+    stopped = replace(generator("tova"), model=model).generate(PROMPTS[1:2], GREEDY, SEEDS[1:2])[0]
+    assert (stopped.tokens, stopped.finish_reason) == (endless.tokens[:end], "stop")
+    assert (endless.finish_reason, endless.cache.peak_live) == ("length", BUDGET)
+    # The prompt and the tokens before the stop token were all there is: the steps that ran on are not reported.
+    assert (stopped.cache.peak_live, stopped.cache.prompt_survival) == (len(PROMPTS[1]) + end, 1.0)
+
+
+@pytest.mark.core
+def test_the_prompts_and_budgets_that_cannot_work_are_refused_by_their_numbers():
+    dense = generator("dense")
+    with pytest.raises(UserError, match="prompt 1 is empty"):
+        dense.generate([[1], []], GREEDY)
+    with pytest.raises(UserError, match=r"prompt 1 has 217 tokens and max_new_tokens is 40: .* limit of 256"):
+        dense.generate([[1], [1] * 217], GREEDY)
+    with pytest.raises(UserError, match="prompt 0 is empty"):
+        next(dense.stream([], GREEDY))
+    with pytest.raises(UserError, match="budget 7 leaves no pool for policy streaming_llm"):
+        Generator(tiny_model(), make_policy("streaming_llm"), budget=7)
+    pinned = Generator(tiny_model(), make_policy("streaming_llm"), BUDGET, pin_prompt=True)
+    with pytest.raises(UserError, match="pin_prompt: a prompt of 25 tokens leaves no pool in a budget of 30"):
+        pinned.generate([[1], [1] * 25], GREEDY)
+
+
+@pytest.mark.core
+def test_no_prompts_give_no_completions():
+    assert generator("dense").generate([], GREEDY) == []
