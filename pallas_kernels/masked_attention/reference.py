@@ -128,7 +128,7 @@ def _einsum(spec, x, y):
 def _split(x_BTH, num_kv_heads):
     """[B, T, H, ...] to [n, B, K, G, L, ...]: blocks of at most QUERY_BLOCK queries, the last one padded with zeros.
 
-    Batch axes come first and queries beside the contracted axis: that is the order in which XLA multiplies fast on CPUs.
+    Batch axes come first and queries beside the contracted axis: the order in which XLA multiplies fast on CPUs.
     """
     B, T, H, *rest = x_BTH.shape
     L = min(QUERY_BLOCK, T)
