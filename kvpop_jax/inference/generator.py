@@ -118,13 +118,13 @@ class Generator:
             progress: called after each dispatch with the number of new tokens of unfinished rows.
 
         Raises:
-            UserError: an empty prompt, one too long for the model, or one that pinning leaves no pool for.
+            UserError: an empty prompt, one too long for the model, one that pinning leaves no pool for, or seeds that
+                are not one per prompt.
         """
         if not prompts:
             return []
-        seeds = list(range(len(prompts))) if seeds is None else list(seeds)
         setup, token_BS, length_B = self._prepare(prompts, sampling.max_new_tokens)
-        seed_B = jnp.asarray([seed % 2**31 for seed in seeds], jnp.int32)
+        seed_B = _row_seeds(seeds, len(prompts))
         start, steps = self._programs(setup, sampling, STEPS_PER_DISPATCH)
         state = start(self.model.params, self._scorers(), token_BS, length_B, seed_B)
         tokens: list[Array] = []
@@ -154,7 +154,7 @@ class Generator:
         """
         setup, token_BS, length_B = self._prepare([prompt], sampling.max_new_tokens)
         start, steps = self._programs(setup, sampling, 1)
-        state = start(self.model.params, self._scorers(), token_BS, length_B, jnp.asarray([seed % 2**31], jnp.int32))
+        state = start(self.model.params, self._scorers(), token_BS, length_B, _row_seeds([seed], 1))
         for _ in range(sampling.max_new_tokens):
             if bool(state.done_B[0]):
                 return
@@ -170,14 +170,18 @@ class Generator:
 
         Returns:
             What each row's cache cost, as the value of the iterator (`yield from`, or `StopIteration.value`).
+
+        Raises:
+            UserError: as `generate`, or a prompt that leaves nothing to read.
         """
         text_BT = np.asarray(token_BT)
         B, T = text_BT.shape
-        seeds = range(B) if seeds is None else seeds
+        if not 0 < prompt_length < T:
+            raise UserError(f"prompt_length is {prompt_length}; a text of {T} tokens needs one from 1 to {T - 1}")
         setup, token_BS, length_B = self._prepare(list(text_BT[:, :prompt_length]), T - prompt_length)
         prefill = self._jit("prefill", setup, lambda: jax.jit(partial(decode.prefill, setup)))
         step = self._jit("step", setup, lambda: jax.jit(partial(decode.decode_step, setup), donate_argnums=(2,)))
-        seed_B = jnp.asarray([seed % 2**31 for seed in seeds], jnp.int32)
+        seed_B = _row_seeds(seeds, B)
         logits_BV, caches = prefill(self.model.params, self._scorers(), token_BS, length_B, seed_B)
         usage = _usage(caches, length_B)
         yield logits_BV
@@ -263,3 +267,10 @@ class Generator:
 
 
 _usage = jax.jit(decode.cache_usage)
+
+
+def _row_seeds(seeds, rows):
+    seeds = range(rows) if seeds is None else seeds
+    if len(seeds) != rows:
+        raise UserError(f"{len(seeds)} seeds for {rows} prompts; give one per prompt")
+    return jnp.asarray([seed % 2**31 for seed in seeds], jnp.int32)

@@ -91,3 +91,14 @@ def test_the_prompts_and_budgets_that_cannot_work_are_refused_by_their_numbers()
 @pytest.mark.core
 def test_no_prompts_give_no_completions():
     assert generator("dense").generate([], GREEDY) == []
+
+
+def test_seeds_that_are_not_one_per_prompt_are_refused():
+    with pytest.raises(UserError, match="2 seeds for 3 prompts"):
+        generator("tova").generate(PROMPTS, GREEDY, SEEDS[:2])
+
+
+@pytest.mark.parametrize("prompt_length", [0, 10, 11])
+def test_a_prompt_that_leaves_nothing_to_read_is_refused(prompt_length):
+    with pytest.raises(UserError, match=f"prompt_length is {prompt_length}"):
+        next(generator("tova").teacher_forced(np.ones((1, 10), int), prompt_length))
