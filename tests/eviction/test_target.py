@@ -26,18 +26,18 @@ def compute(group: str, sampled: bool):
     """The target with every number traced."""
 
     @jax.jit
-    def run(q_BTHD, k_BSKD, lse_BHT, query_BT, window, floor):
+    def run(q_BTHD, k_BSKD, lse_BHT, query_BT, window, floor, power=1.0):
         layout = token_layout(SEGMENT_BS, sinks=1, pool=4)
         return future_attention_target(
             q_BTHD, k_BSKD, lse_BHT, layout,
-            window=window, group=group, query_BT=query_BT if sampled else None, floor=floor,
+            window=window, group=group, power=power, query_BT=query_BT if sampled else None, floor=floor,
         )  # fmt: skip
 
     return run
 
 
-def literal_target(q_BTHD, k_BSKD, lse_BHT, query_BT, window, floor, group):
-    """Token by token: mean over the later queries, log, joined over the group."""
+def literal_target(q_BTHD, k_BSKD, lse_BHT, query_BT, window, floor, group, power=1.0):
+    """Token by token: power mean over the later queries, log, joined over the group."""
     with np.errstate(over="ignore"):
         p_BHTS = np.exp(dense_scores(q_BTHD, k_BSKD) - np.where(np.isfinite(lse_BHT), lse_BHT, 0)[..., None])
     target_BKS = np.full((B, K, S), np.log(floor))
@@ -45,7 +45,7 @@ def literal_target(q_BTHD, k_BSKD, lse_BHT, query_BT, window, floor, group):
         for document in documents(SEGMENT_BS[b]):
             for t in document:
                 later = [d for d in document if d >= t + window and query_BT[b, d]]
-                mass_H = p_BHTS[b, :, later, t].sum(0) / max(1, len(later))
+                mass_H = ((p_BHTS[b, :, later, t] ** power).sum(0) / max(1, len(later))) ** (1 / power)
                 mass_KG = mass_H.reshape(K, H // K)
                 joined_K = {"max": np.max, "mean": np.mean}[group](mass_KG, axis=1)
                 target_BKS[b, :, t] = np.log(floor + joined_K)
@@ -60,6 +60,13 @@ def test_it_is_the_log_of_the_mean_attention_from_later_queries(group, sampled, 
     for window, floor in ((1, 1e-8), (6, 1e-8), (6, 0.1), (S + 1, 1e-3)):
         target_BKS = compute(group, sampled)(*inputs, query_BT, window, floor)
         assert_close(target_BKS, literal_target(*inputs, query_BT, window, floor, group), 1e-13)
+
+
+def test_a_power_above_1_takes_the_power_mean_of_the_attention(float64):
+    inputs, query_BT = random_inputs(), np.ones((B, S), bool)
+    for power in (2.0, 3.5):
+        target_BKS = compute("max", False)(*inputs, query_BT, 6, 1e-8, power)
+        assert_close(target_BKS, literal_target(*inputs, query_BT, 6, 1e-8, "max", power), 1e-13)
 
 
 @pytest.mark.core
