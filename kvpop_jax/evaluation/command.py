@@ -21,8 +21,9 @@ from kvpop_jax.inference import SamplingParams
 from kvpop_jax.models import LoadedModel, load_model
 from kvpop_jax.training.export import LoadedScorer, load_scorer
 
-DESCRIPTION = """Evaluate a model under cache budgets, or generate with one (--prompt). --list prints the policies and
-tasks. --config takes a file of the fields below, or the one of a training, whose `eval` section then counts."""
+DESCRIPTION = """Evaluate a model under cache budgets, or generate with one (--prompt). --list prints the policies,
+tasks and groups of tasks. --config takes a file of the fields below, or the one of a training, whose `eval` section
+then counts."""
 
 DEFAULT_NEW_TOKENS = 512  # of --prompt
 
@@ -98,9 +99,8 @@ def main(argv: Sequence[str]) -> int:
         UserError: What was asked for cannot be done; one line says why.
     """
     if "--list" in argv:
-        print(
-            "\n".join([*(f"policy {name}" for name in policies.names()), *(f"task {name}" for name in tasks.names())])
-        )
+        kinds = {"policy": policies.names(), "task": tasks.names(), "group": tasks.groups()}
+        print("\n".join(f"{kind} {name}" for kind, names in kinds.items() for name in names))
         return 0
     command = parse_command(argv)
     check(command)
@@ -135,8 +135,8 @@ def check(command: EvalCommand) -> None:
         if not command.scorer:
             policies.make(name, policy_settings(command, {}, name))
     if command.prompt is None:
-        for name in command.tasks:
-            tasks.get(name).check(command)
+        for task in tasks.select(command.tasks):
+            task.check(command)
     elif not command.prompt:
         raise UserError("prompt is empty; it needs at least one word")
 

@@ -11,7 +11,7 @@ from kvpop_jax.evaluation.jobs import Job, batches, conditions
 from kvpop_jax.evaluation.records import Rollout, derived_seed, rollout_key
 from kvpop_jax.evaluation.settings import EvalSettings
 from kvpop_jax.evaluation.tasks import GenerationTask, Problem
-from kvpop_jax.evaluation.tasks.base import encode_prompt
+from kvpop_jax.evaluation.tasks.base import encode_problem
 from kvpop_jax.inference import Completion, SamplingParams
 from kvpop_jax.models import LoadedModel
 
@@ -28,11 +28,15 @@ def plan(
     """
     sampling = sampling_of(task, settings)
     prompts = {
-        problem: tuple(encode_prompt(model.tokenizer, problem.prompt))
-        for problem in task.problems(settings, model.tokenizer)
+        problem: tuple(encode_problem(model.tokenizer, problem)) for problem in task.problems(settings, model.tokenizer)
     }
     longest = max(map(len, prompts.values()))
     limit = model.config.max_position
+    if longest >= limit:
+        raise UserError(
+            f"{task.name}: its longest prompt has {longest} tokens, and the model's limit is {limit}; "
+            f"ask for shorter --lengths, or cut prompts by --max_prompt_tokens"
+        )
     if longest + sampling.max_new_tokens > limit:
         raise UserError(
             f"{task.name}: its longest prompt has {longest} tokens, and {sampling.max_new_tokens} new ones pass the "
@@ -45,7 +49,7 @@ def plan(
         for problem in sorted(prompts, key=lambda problem: -len(prompts[problem])):
             for rollout in range(settings.rollouts):
                 seed = derived_seed(settings.seed, problem.id, rollout)
-                key = rollout_key(shared, problem.id, problem.prompt, seed)
+                key = rollout_key(shared, problem.id, problem.prompt + problem.opening, seed)
                 jobs.append(Job(key, contestant, problem, prompts[problem], rollout, seed))
     return jobs
 
@@ -99,7 +103,7 @@ def _graded(task: GenerationTask, job: Job, completion: Completion, model: Loade
         budget=job.contestant.budget,
         rollout=job.rollout,
         seed=job.seed,
-        prompt=job.item.prompt,
+        prompt=job.item.prompt + job.item.opening,
         text=text,
         prompt_tokens=len(job.prompt),
         tokens=len(completion.tokens),

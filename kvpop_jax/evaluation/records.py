@@ -21,7 +21,7 @@ class Rollout:
         budget: Entries per KV head; null for dense.
         rollout: Number of the rollout of its problem.
         seed: What its sampling was seeded with.
-        prompt: The problem's text, before the chat template; of a text task, nothing.
+        prompt: The problem's text and the answer's opening, without the chat template; of a text task, nothing.
         text: The completion.
         prompt_tokens, tokens: Lengths; `tokens` counts those generated (or scored).
         finish_reason: "stop", or "length" when it was cut at the limit.

@@ -11,7 +11,7 @@ from kvpop_jax.evaluation import statistics
 from kvpop_jax.evaluation.records import Rollout
 from kvpop_jax.evaluation.statistics import Estimate
 
-HIGHER_IS_BETTER = ("pass@1", "recall", "agreement")
+LOWER_IS_BETTER = ("nll", "kl")  # in nats: no zero to divide from
 TOKEN_METRICS = ("nll", "agreement", "kl")
 
 
@@ -26,7 +26,7 @@ class Row:
         budget: Entries per KV head, everything counted; null for dense.
         compression: 1 - budget / context; 0 for dense.
         context: The task's recorded constant that compression is measured against, in tokens.
-        metric: `pass@1`, `recall`, `agreement` (all higher is better), `nll` or `kl` (nats per token).
+        metric: `nll` or `kl` (nats per token); any other (`pass@1`, `recall`, `agreement`, ...) is better when higher.
         value, low, high: The estimate and its 95 % interval; null where there is none.
         n: Problems (or text windows) behind it.
         retained, retained_low, retained_high: `value` over the dense model's on the same problems, with the interval of
@@ -200,7 +200,7 @@ def _estimate(rollouts: list[Rollout], metric: str, seed: int) -> Estimate:
 
 
 def _retained(rollouts: list[Rollout], metric: str, dense: dict[str, float], seed: int) -> Estimate | None:
-    if metric not in HIGHER_IS_BETTER:
+    if metric in LOWER_IS_BETTER:
         return None
     own = _means_by_problem(rollouts, metric)
     shared = [problem for problem in own if problem in dense]

@@ -50,7 +50,7 @@ def run_evaluation(
         UserError: A policy or task is unknown, a scorer is missing, a budget impossible, a data file missing.
         KeyboardInterrupt: As raised, after the finished part was written.
     """
-    chosen = [tasks.get(name) for name in settings.tasks]
+    chosen = tasks.select(settings.tasks)
     for task in chosen:
         task.check(settings)
     contestants = contestants_of(model, settings, scorers)

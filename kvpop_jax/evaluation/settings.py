@@ -14,7 +14,7 @@ class EvalSettings:
         policies: Names of the policies to compare (`eval.py --list` prints them). `dense` keeps everything, is run once
             and not per budget, and is what "retained" divides by.
         budgets: Budgets in entries per KV head: sinks + window + pool + what the policy's own state occupies.
-        tasks: Names of the tasks (`eval.py --list` prints them).
+        tasks: Names of tasks, or of groups that stand for all of theirs (`eval.py --list` prints them).
         problems: Problems per task; null takes the task's own number (every row of a data file).
         rollouts: Completions drawn per problem; pass@1 is their mean. Tasks that read text instead ignore it.
         temperature: Sampling temperature, 0 is greedy; null is greedy with one rollout and 0.6 with more.
@@ -30,12 +30,13 @@ class EvalSettings:
             the scorer was trained with, or 32 without a scorer.
         pin_prompt: Never evict the prompt; it counts in the budget, and a budget it would fill is refused.
         context: Context in tokens that compression is measured against: 1 - entries / context; null takes the task's.
-        data_dir: Folder of the task files (`aime25.jsonl`, ...) and of running text (`longtext/*.txt`).
-        text: Text file that `lm` reads and `passkey` hides its key in, instead of `data_dir/longtext`.
+        data_dir: Folder of the task files (`aime25.jsonl`, `squad.json`, ...) and of running text (`longtext/*.txt`).
+        text: Text file that `lm` reads, and that `passkey` and RULER hide things in, instead of `data_dir/longtext`.
         families: Problem families of `tiny_math`; empty for those of the training mix.
         split: Split of `tiny_math`'s problems: train, valid or test; their problems are drawn apart.
         problem_tokens: Shortest and longest problem of `tiny_math`, prompt and worked solution together, in tokens.
-        lengths: Sequence lengths in tokens of the tasks that are made to a length (`lm`, `passkey`).
+        lengths: Sequence lengths in tokens of the tasks that are made to a length (`lm`, `passkey`, RULER, whose
+            lengths hold the answer too).
         depths: Where `passkey` hides its key, as fractions of the text before it.
         prefix: Share of an `lm` window that is read as the prompt; the rest is scored token by token.
     """

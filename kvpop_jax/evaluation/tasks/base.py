@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from kvpop_jax.evaluation.settings import EvalSettings
+
+Style = Literal["chat", "brief", "plain"]
 
 
 @dataclass(frozen=True)
@@ -14,14 +16,18 @@ class Problem:
     Attributes:
         id: Names the problem within its task, the same in every run with the same settings.
         prompt: The user's message, before the chat template.
-        answer: The reference answer, in whatever form the task's `grade` reads.
+        answer: The reference answer, in whatever form the task's `grade` reads (JSON where there are several).
         group: Part of the task that gets a row of its own in the report (a problem family, a length); may be empty.
+        opening: What the assistant's turn begins with, for the model to go on from; may be empty.
+        style: How the prompt is put to the model, see `encode_prompt`.
     """
 
     id: str
     prompt: str
     answer: str
     group: str = ""
+    opening: str = ""
+    style: Style = "chat"
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,7 @@ class GenerationTask:
 
     Attributes:
         name: What `--tasks` calls it.
-        metric: Name of the mean grade: `pass@1` or `recall`.
+        metric: Name of the mean grade, higher being better: `pass@1`, `recall`, ...
         max_new_tokens: Longest completion unless the settings say otherwise.
         context: The recorded constant in tokens that compression is measured against.
         check: Raises `UserError` when a data file is missing; called before the model is loaded.
@@ -85,9 +91,24 @@ class TextTask:
 Task = GenerationTask | TextTask
 
 
-def encode_prompt(tokenizer: Any, message: str) -> list[int]:
-    """Token ids of a user's message under the tokenizer's chat template, or as plain text when it has none."""
-    if not tokenizer.chat_template:
-        return list(tokenizer(message)["input_ids"])
+def encode_prompt(tokenizer: Any, message: str, opening: str = "", style: Style = "chat") -> list[int]:
+    """Token ids of a user's message under the tokenizer's chat template, or as plain text when it has none.
+
+    Args:
+        tokenizer: A transformers tokenizer.
+        message: The user's turn.
+        opening: Beginning of the assistant's turn; tokenized together with what stands before it.
+        style: "chat" is the template as it comes; "brief" asks a template that knows thinking to leave it out, for
+            answers of a few tokens; "plain" is text to go on from, without template, the tokenizer's start token kept.
+    """
+    if style == "plain" or not tokenizer.chat_template:
+        return list(tokenizer(message + opening)["input_ids"])
     turns = [{"role": "user", "content": message}]
-    return list(tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False))
+    asked = {"enable_thinking": False} if style == "brief" else {}
+    text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False, **asked)
+    return list(tokenizer(text + opening, add_special_tokens=False)["input_ids"])
+
+
+def encode_problem(tokenizer: Any, problem: Problem) -> list[int]:
+    """Token ids of everything the model reads before it answers the problem."""
+    return encode_prompt(tokenizer, problem.prompt, problem.opening, problem.style)
