@@ -16,8 +16,9 @@ ROOT = Path(__file__).parents[2]
 def test_list_prints_one_policy_or_task_a_line(capsys):
     assert main(["--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines == [f"policy {name}" for name in policies.names()] + [f"task {name}" for name in tasks.names()]
-    assert {"policy kvpop", "policy dense", "task tiny_math", "task aime25"} <= set(lines)
+    listed = {"policy": policies.names(), "task": tasks.names(), "group": tasks.groups()}
+    assert lines == [f"{kind} {name}" for kind, names in listed.items() for name in names]
+    assert {"policy kvpop", "policy dense", "task tiny_math", "task ruler_vt", "group ruler"} <= set(lines)
 
 
 def test_comma_lists_and_a_config_file_are_read_and_the_command_line_wins(tmp_path):
