@@ -32,6 +32,8 @@ class EvalSettings:
         context: Context in tokens that compression is measured against: 1 - entries / context; null takes the task's.
         data_dir: Folder of the task files (`aime25.jsonl`, `squad.json`, ...) and of running text (`longtext/*.txt`).
         text: Text file that `lm` reads, and that `passkey` and RULER hide things in, instead of `data_dir/longtext`.
+        max_prompt_tokens: Longest prompt of LongBench in tokens, chat template not counted: longer ones lose their
+            middle; null leaves them whole. LongBench itself stays 500 to 1300 below a model's limit (31500 of 32768).
         families: Problem families of `tiny_math`; empty for those of the training mix.
         split: Split of `tiny_math`'s problems: train, valid or test; their problems are drawn apart.
         problem_tokens: Shortest and longest problem of `tiny_math`, prompt and worked solution together, in tokens.
@@ -58,6 +60,7 @@ class EvalSettings:
     context: int | None = None
     data_dir: str | None = None
     text: str | None = None
+    max_prompt_tokens: int | None = None
     families: tuple[str, ...] = ()
     split: Literal["train", "valid", "test"] = "test"
     problem_tokens: tuple[int, int] = (450, 1000)
@@ -76,7 +79,7 @@ class EvalSettings:
             raise UserError(f"budgets must be different positive numbers of entries, not {list(self.budgets)}")
         if not self.budgets and set(self.policies) != {"dense"}:
             raise UserError("budgets is empty: every policy but dense needs at least one, in entries per KV head")
-        for name in ("rollouts", "batch_size", "problems", "max_new_tokens", "window", "context"):
+        for name in ("rollouts", "batch_size", "problems", "max_new_tokens", "max_prompt_tokens", "window", "context"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{name} must be at least 1, not {value}")

@@ -7,6 +7,7 @@ A package with one is a group as well: its name stands for all of its tasks.
 - `maths`: gsm8k, math500, aime24, aime25, hmmt_feb_2025.
 - `passkey`: a number hidden in long text.
 - `ruler`: the thirteen tasks of RULER, generated at any length.
+- `longbench`: the 21 tasks of LongBench, over its English and Chinese texts.
 - `lm`: likelihood of held-out text, and closeness to the dense model.
 """
 
