@@ -54,7 +54,7 @@ def load(name: str, settings: EvalSettings) -> list[Row]:
         UserError: As `locate`, or a row cannot be read.
     """
     path = locate(name, settings)
-    found = []
+    found: list[Row] = []
     for number, line in enumerate(_lines(path, name), start=1):
         if settings.problems is not None and len(found) >= settings.problems:
             break
