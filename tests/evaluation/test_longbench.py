@@ -179,7 +179,7 @@ def test_what_is_missing_is_named_in_one_line(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"longbench_qasper: no file .*qasper\.jsonl; data_dir must hold it"):
         tasks.get("longbench_qasper").check(settings)
     (tmp_path / "lcc.jsonl").write_text('{"context": "x"}\n')
-    with pytest.raises(UserError, match=r"lcc\.jsonl: line 1 has no field 'input'"):
+    with pytest.raises(UserError, match=r"lcc\.jsonl: row 1 has no field 'input'"):
         tasks.get("longbench_lcc").problems(settings, None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"longbench_qmsum: .* needs rouge; `pip install 'kvpop-jax\[longbench\]'`"):

@@ -4,14 +4,12 @@ Read from `data_dir/<file>.jsonl` (rows with `id`, `problem`, `answer`) when a f
 Answers are asked for in `\boxed{}` and compared by math-verify.
 """
 
-import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvpop_jax.errors import UserError
-from kvpop_jax.evaluation import grading
+from kvpop_jax.evaluation import files, grading
 from kvpop_jax.evaluation.settings import EvalSettings
 from kvpop_jax.evaluation.tasks.base import GenerationTask, Grade, Problem
 
@@ -53,10 +51,10 @@ def load(name: str, settings: EvalSettings) -> list[Problem]:
             raise UserError(f"{name}: no file {path}; data_dir must hold it, or leave data_dir out to use the hub")
         columns = ("id", "problem", "answer")
     else:
-        path = _download(name, source)
+        path = files.from_hub(name, source.hub_id, source.hub_file, source.file)
         columns = (source.id or "", source.problem, source.answer)
     found = []
-    for number, row in enumerate(_rows(path)):
+    for number, row in enumerate(files.read_rows(path)):
         if settings.problems is not None and number >= settings.problems:
             break
         missing = [column for column in columns if column and column not in row]
@@ -76,42 +74,6 @@ def grade(problem: Problem, text: str) -> Grade:
     if answer is None:
         return Grade(0.0, None)
     return Grade(float(grading.math_equal(answer, problem.answer)), answer[-200:])
-
-
-def _download(name: str, source: Source) -> Path:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        return Path(hf_hub_download(source.hub_id, source.hub_file, repo_type="dataset"))
-    except (LocalEntryNotFoundError, HfHubHTTPError) as error:
-        raise UserError(
-            f"{name}: {source.hub_id} could not be had from the hub; put {source.file} into a folder and name it by "
-            f"--data_dir"
-        ) from error
-
-
-def _rows(path: Path) -> Iterable[dict[str, Any]]:
-    if path.suffix == ".parquet":
-        try:
-            from pyarrow import parquet
-        except ImportError as error:
-            raise UserError(
-                f"reading {path.name} from the hub needs `pip install pyarrow`; or use --data_dir"
-            ) from error
-        yield from parquet.read_table(path).to_pylist()
-        return
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise UserError(f"{path}: line {number} is not JSON: {error.msg}") from error
-            if not isinstance(row, dict):
-                raise UserError(f"{path}: line {number} is not a JSON object")
-            yield row
 
 
 def _task(name: str, max_new_tokens: int, context: int) -> GenerationTask:
