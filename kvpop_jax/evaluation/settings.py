@@ -34,6 +34,7 @@ class EvalSettings:
         text: Text file that `lm` reads, and that `passkey` and RULER hide things in, instead of `data_dir/longtext`.
         max_prompt_tokens: Longest prompt of LongBench in tokens, chat template not counted: longer ones lose their
             middle; null leaves them whole. LongBench itself stays 500 to 1300 below a model's limit (31500 of 32768).
+        run_code: Let `livecodebench` run the programs that the model writes; they have your rights on this machine.
         families: Problem families of `tiny_math`; empty for those of the training mix.
         split: Split of `tiny_math`'s problems: train, valid or test; their problems are drawn apart.
         problem_tokens: Shortest and longest problem of `tiny_math`, prompt and worked solution together, in tokens.
@@ -61,6 +62,7 @@ class EvalSettings:
     data_dir: str | None = None
     text: str | None = None
     max_prompt_tokens: int | None = None
+    run_code: bool = False
     families: tuple[str, ...] = ()
     split: Literal["train", "valid", "test"] = "test"
     problem_tokens: tuple[int, int] = (450, 1000)

@@ -5,6 +5,8 @@ A package with one is a group as well: its name stands for all of its tasks.
 - `base`: what a task is.
 - `tiny_math_task`: generated multi-step arithmetic with exactly checkable answers.
 - `maths`: gsm8k, math500, aime24, aime25, hmmt_feb_2025.
+- `gpqa`: gpqa_diamond, multiple choice.
+- `livecodebench`: programs that must pass tests.
 - `passkey`: a number hidden in long text.
 - `ruler`: the thirteen tasks of RULER, generated at any length.
 - `longbench`: the 21 tasks of LongBench, over its English and Chinese texts.
