@@ -5,6 +5,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvpop_jax.evaluation.averages import Average
 from kvpop_jax.evaluation.rows import Difference, Row
 
 _COLUMNS = (
@@ -15,7 +16,8 @@ _ACCOUNT_COLUMNS = (
     "policy", "budget", "sinks", "window", "pool", "state", "scratch", "peak live", "allocated", "bytes per sequence",
 )  # fmt: skip
 _DIFFERENCE_COLUMNS = ("task", "budget", "metric", "policy", "difference", "95 % interval", "n")
-_LEFT = ("task", "policy", "metric")
+_AVERAGE_COLUMNS = ("group", "policy", "budget", "value", "95 % interval", "tasks")
+_LEFT = ("task", "group", "policy", "metric")
 EQUAL_BUDGETS = (
     "Budgets are entries per KV head with sinks, window, pool and the policy's own state counted. Compression is "
     "1 - entries / context. Two policies are compared only at equal budgets; `retained` is a row's value over the "
@@ -34,7 +36,13 @@ def format_results(rows: Sequence[Row]) -> str:
     return f"{format_table(rows)}\n\n{accounts}\n\n{textwrap.fill(EQUAL_BUDGETS, 120)}"
 
 
-def write_report(folder: Path, rows: Sequence[Row], differences: Sequence[Difference], conditions: str) -> Path:
+def write_report(
+    folder: Path,
+    rows: Sequence[Row],
+    differences: Sequence[Difference],
+    conditions: str,
+    averages: Sequence[Average] = (),
+) -> Path:
     """Writes report.md and one plot per task into the folder.
 
     Args:
@@ -42,6 +50,7 @@ def write_report(folder: Path, rows: Sequence[Row], differences: Sequence[Differ
         rows: As `summarise` orders them.
         differences: Paired differences at equal budgets.
         conditions: One paragraph: model, sampling, seed, pinning, whether the evaluation is complete.
+        averages: Of the groups of tasks that were run.
     """
     lines = [
         "# Evaluation",
@@ -52,6 +61,9 @@ def write_report(folder: Path, rows: Sequence[Row], differences: Sequence[Differ
         "",
         *_markdown(_COLUMNS, [_cells(row) for row in rows if not row.group]),
     ]
+    if averages:
+        lines += ["", "## Averages over tasks", "", "Every task has the same weight.", ""]
+        lines += _markdown(_AVERAGE_COLUMNS, [_average_cells(average) for average in averages])
     for task in dict.fromkeys(row.task for row in rows):
         plot = plot_task(folder, task, rows)
         if plot is not None:
@@ -145,6 +157,17 @@ def _difference_cells(difference: Difference) -> tuple[str, ...]:
         f"{difference.value:+.3f}",
         f"[{difference.low:+.3f}, {difference.high:+.3f}]",
         str(difference.n),
+    )
+
+
+def _average_cells(average: Average) -> tuple[str, ...]:
+    return (
+        average.group,
+        average.policy,
+        "-" if average.budget is None else str(average.budget),
+        f"{average.value:.3f}",
+        f"[{average.low:.3f}, {average.high:.3f}]",
+        str(average.tasks),
     )
 
 

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from kvpop_jax import __version__
 from kvpop_jax.evaluation import generation, reading, tasks
+from kvpop_jax.evaluation.averages import averages
 from kvpop_jax.evaluation.contestants import contestants_of
 from kvpop_jax.evaluation.records import Rollout, append_rollouts, read_rollouts
 from kvpop_jax.evaluation.report import write_report
@@ -128,6 +129,7 @@ def _write(
         rollouts, model=model.source, contexts=contexts, pin_prompt=settings.pin_prompt, seed=settings.seed
     )
     compared = differences(rollouts, seed=settings.seed)
+    averaged = averages(rollouts, tasks.groups(), seed=settings.seed)
     results = {
         "schema_version": SCHEMA_VERSION,
         "complete": complete,
@@ -136,9 +138,10 @@ def _write(
         "versions": versions(),
         "rows": [dataclasses.asdict(row) for row in rows],
         "differences": [dataclasses.asdict(difference) for difference in compared],
+        "averages": [dataclasses.asdict(average) for average in averaged],
     }
     (output / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    write_report(output, rows, compared, _conditions(model, settings, complete))
+    write_report(output, rows, compared, _conditions(model, settings, complete), averaged)
     return rows
 
 

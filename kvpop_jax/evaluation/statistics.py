@@ -70,6 +70,20 @@ def paired_ratio(
     return _percentile_estimate(float(mean_2[0] / mean_2[1]), ratio_R, len(pair_P2))
 
 
+def mean_of_means(tasks: list[np.ndarray], *, seed: int = 0, resamples: int = RESAMPLES) -> Estimate:
+    """Mean of the tasks' means, each resampled over its own problems; `n` counts all problems.
+
+    Args:
+        tasks: For each task, a score a problem.
+    """
+    value_TP = [np.asarray(value_P, np.float64) for value_P in tasks]
+    resampled_TR = [
+        _resampled_means(value_P[:, None], seed + task, resamples)[:, 0] for task, value_P in enumerate(value_TP)
+    ]
+    value = float(np.mean([value_P.mean() for value_P in value_TP]))
+    return _percentile_estimate(value, np.mean(resampled_TR, axis=0), sum(value_P.size for value_P in value_TP))
+
+
 def mean_interval(value_P: np.ndarray, *, level: float = LEVEL) -> Estimate:
     """Mean with the Student t interval of independent values (for token metrics: the means of whole text windows).
 

@@ -102,6 +102,7 @@ def test_the_best_answer_counts_and_of_few_shot_tasks_the_first_line(tmp_path):
         assert task.grade(problem, "\nParis\nQuestion: Who").score == pytest.approx(score)
 
 
+@pytest.mark.core
 def test_f1_is_that_of_normalised_words():
     assert metrics.f1("The cat, sat!", "a cat sat down") == pytest.approx(2 * 1 * (2 / 3) / (1 + 2 / 3))
     assert metrics.f1("no", "yes") == 0.0

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from kvpop_jax.evaluation.averages import averages
 from kvpop_jax.evaluation.records import Rollout
 from kvpop_jax.evaluation.report import format_results, format_table, write_report
 from kvpop_jax.evaluation.rows import differences, summarise
@@ -145,3 +146,19 @@ def test_the_report_holds_the_table_the_comparison_and_a_plot(rollouts, tmp_path
     assert "| tiny_math | 64 | pass@1 | streaming_llm | +0.400 |" in text
     assert "(tiny_math.png)" in text
     assert (tmp_path / "tiny_math.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_group_is_averaged_over_its_tasks_that_were_run_by_those_who_ran_them(rollouts_of, tmp_path):
+    rollouts = [
+        *rollouts_of("dense", None, [1.0, 1.0], task="one"),
+        *rollouts_of("dense", None, [1.0, 0.0, 0.0, 1.0], task="two"),
+        *rollouts_of("tova", 64, [0.0, 1.0], task="one"),
+    ]
+    groups = {"both": ("one", "two", "three"), "single": ("one",)}
+    (average,) = averages(rollouts, groups, seed=0)
+    assert (average.group, average.policy, average.budget) == ("both", "dense", None)
+    assert (average.value, average.tasks) == (0.75, 2)
+    assert 0.5 <= average.low < 0.75 < average.high <= 1.0
+    rows = summarise(rollouts, model="m", contexts={"one": 256, "two": 256}, pin_prompt=False, seed=0)
+    text = write_report(tmp_path, rows, [], "Conditions.", [average]).read_text()
+    assert "## Averages over tasks" in text and "| both | dense | - | 0.750 |" in text

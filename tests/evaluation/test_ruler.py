@@ -153,6 +153,7 @@ def test_every_value_asked_for_stands_in_the_text_under_its_key_at_varied_depths
     assert min(depths) < 0.35 and max(depths) > 0.65
 
 
+@pytest.mark.core
 def test_the_words_of_a_single_needle_are_ruler_s(own_tokenizer):
     problem = tasks.get("ruler_niah_single_1").problems(EvalSettings(lengths=(512,), problems=1), own_tokenizer)[0]
     lines = problem.prompt.split("\n")

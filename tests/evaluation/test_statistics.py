@@ -77,3 +77,10 @@ def test_a_single_window_has_no_interval():
     estimate = statistics.mean_interval(np.array([1.5]))
     assert estimate.value == 1.5
     assert np.isnan([estimate.low, estimate.high]).all()
+
+
+def test_tasks_weigh_the_same_however_many_problems_they_have():
+    many_P, few_P = np.repeat([0.0, 1.0], 200), np.ones(10)
+    estimate = statistics.mean_of_means([many_P, few_P])
+    assert (estimate.value, estimate.n) == (0.75, 410)
+    assert estimate.high - estimate.low == pytest.approx(2 * 1.96 * 0.5 / np.sqrt(400) / 2, rel=0.06)
