@@ -42,7 +42,11 @@ class LayerCache:
 @partial(jax.tree_util.register_dataclass, data_fields=["slot_BK", "position_B", "k_BKD", "v_BKD"], meta_fields=[])
 @dataclass(frozen=True)
 class Leaving:
-    """The token that leaves the window as a new one arrives; its position is negative while there is none."""
+    """The token that leaves the window as a new one arrives.
+
+    Its position is negative while there is none. A head that no longer holds it (the prompt may have been cut by
+    another policy) has a slot past the last one, and zeros.
+    """
 
     slot_BK: Int[Array, "B K"]
     position_B: Int[Array, "B"]
@@ -52,10 +56,13 @@ class Leaving:
 
 def leaving_token(cache: LayerCache, position_B: Int[Array, "B"]) -> Leaving:
     """The token that the arrival of `position` pushes out of the window: position - w."""
-    window = cache.ring_BKW.shape[-1]
+    window, slots = cache.ring_BKW.shape[-1], cache.position_BKC.shape[-1]
     slot_BK = jnp.take_along_axis(cache.ring_BKW, (position_B % window)[:, None, None], axis=-1)[..., 0]
-    k_BKD, v_BKD = (_row(x, slot_BK) for x in (cache.k_BKCD, cache.v_BKCD))
-    return Leaving(slot_BK, position_B - window, k_BKD, v_BKD)
+    leaving_B = position_B - window
+    inside_BK = jnp.minimum(slot_BK, slots - 1)
+    held_BK = _row(cache.position_BKC[..., None], inside_BK)[..., 0] == jnp.maximum(leaving_B, 0)[:, None]
+    k_BKD, v_BKD = (jnp.where(held_BK[..., None], _row(x, inside_BK), 0) for x in (cache.k_BKCD, cache.v_BKCD))
+    return Leaving(jnp.where(held_BK, slot_BK, slots), leaving_B, k_BKD, v_BKD)
 
 
 def replace_priority(
@@ -126,9 +133,9 @@ def cache_from_prompt(
     return LayerCache(k_BKCD, v_BKCD, position_BKC, priority_BKC, ring_BKW.astype(jnp.int32), state)
 
 
-def live_entries(cache: LayerCache) -> Int[Array, "B"]:
-    """Occupied slots of the fullest KV head."""
-    return jnp.max(jnp.sum(cache.position_BKC >= 0, axis=-1), axis=-1)
+def live_entries(cache: LayerCache) -> Int[Array, "B K"]:
+    """Occupied slots of every KV head."""
+    return jnp.sum(cache.position_BKC >= 0, axis=-1)
 
 
 def survived(cache: LayerCache, length_B: Int[Array, "B"]) -> Float[Array, "B"]:

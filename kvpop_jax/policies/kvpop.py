@@ -5,8 +5,8 @@ has seen `w` tokens of its future. The priority is score + lambda * position (se
 """
 
 from kvpop_jax.errors import UserError
-from kvpop_jax.policies.base import Policy, PolicySettings
-from kvpop_jax.policies.expiry_form import expiry_policy
+from kvpop_jax.policies.machinery.base import Policy, PolicySettings
+from kvpop_jax.policies.machinery.expiry_form import expiry_policy
 
 
 def make(settings: PolicySettings) -> Policy:

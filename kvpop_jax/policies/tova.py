@@ -11,39 +11,43 @@ import jax
 import jax.numpy as jnp
 
 from kvpop_jax.cache import PROTECTED, cache_from_prompt, choose_victim, place, plan_cache
-from kvpop_jax.policies.base import Policy, PolicySettings
-from pallas_kernels import NEVER, decode_attention, masked_attention
+from kvpop_jax.policies.machinery.base import Policy, PolicySettings
+from kvpop_jax.policies.machinery.keeping import full_attention, keep_all, keep_best, prompt_length, protect
+from pallas_kernels import decode_attention
 
 
 def make(settings: PolicySettings) -> Policy:
     """Keeps `budget` tokens; neither sinks nor window."""
     return Policy(
         name="tova",
+        decode="tova",
         signals=frozenset({"attention"}),
         prefill_mode="one_shot",
         plan=lambda budget, config, entry_bytes: plan_cache(
             "tova", budget, sinks=0, window=0, state_bytes=0, entry_bytes=entry_bytes, scratch=1
         ),
         prefill=_prefill,
+        take_over=_take_over,
         step=_step,
         priorities=None,
     )
 
 
 def _prefill(_, prompt, plan):
-    layout = prompt.layout
-    B, S, K, _D = prompt.k_BSKD.shape
-    never_BKS = jnp.full((B, K, S), NEVER)
-    o_BSHD, _lse = masked_attention(prompt.q_BSHD, prompt.k_BSKD, prompt.v_BSKD, never_BKS, layout.segment_BS)
-    length_B = jnp.sum(layout.segment_BS > 0, axis=1)
-    weight_BS = _last_query_attention(prompt, length_B)
-    weight_BS = jnp.where(layout.pinned_BS, PROTECTED, weight_BS)
-    weight_BS = jnp.where(layout.segment_BS > 0, weight_BS, -jnp.inf)
-    best_first_BS = jnp.argsort(-weight_BS, axis=1, stable=True)
-    rank_BS = jnp.argsort(best_first_BS, axis=1)
-    alive_BS = (rank_BS < plan.budget) & (layout.segment_BS > 0)
-    alive_BKS, priority_BKS = (jnp.repeat(x[:, None], K, axis=1) for x in (alive_BS, weight_BS))
-    return o_BSHD, cache_from_prompt(prompt.k_BSKD, prompt.v_BSKD, alive_BKS, priority_BKS, length_B, plan, ())
+    kept = keep_all(prompt)
+    alive_BKS = keep_best(kept.alive_BKS, _weight(prompt), plan.capacity)
+    return full_attention(prompt), replace(kept, alive_BKS=alive_BKS)
+
+
+def _take_over(_, prompt, kept, plan):
+    weight_BKS = _weight(prompt)
+    alive_BKS = keep_best(kept.alive_BKS, weight_BKS, plan.capacity)
+    return cache_from_prompt(kept.k_BSKD, kept.v_BSKD, alive_BKS, weight_BKS, prompt_length(prompt), plan, ())
+
+
+def _weight(prompt):
+    weight_BS = _last_query_attention(prompt, prompt_length(prompt))
+    return protect(jnp.repeat(weight_BS[:, None], prompt.k_BSKD.shape[2], axis=1), prompt, window=0)
 
 
 def _step(_, cache, new, plan):

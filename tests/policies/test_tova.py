@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from inference.tiny_model import CONFIG, ENTRY_BYTES, make_policy
+from inference.tiny_model import CONFIG, ENTRY_BYTES, FREQUENCY_D2, make_policy
 from oracles import assert_close
 
 from kvpop_jax.cache import LayerCache, live_entries
 from kvpop_jax.eviction import token_layout
-from kvpop_jax.policies import NewToken, Prompt
+from kvpop_jax.policies import NewToken, Prompt, read_prompt
 
 BUDGET, PROMPT, STEPS = 12, 32, 24
 HEADS, KV_HEADS, DIM = CONFIG.num_heads, CONFIG.num_kv_heads, CONFIG.head_dim
@@ -74,15 +74,17 @@ def run_prompt(q_BSHD, k_BSKD, v_BSKD):
         prompt_BS=index_S < PINNED_B[:, None],
     )
     nothing_BS = jnp.zeros(q_BSHD.shape[:2], jnp.int32)
-    prompt = Prompt(nothing_BS, nothing_BS[..., None], q_BSHD, k_BSKD, v_BSKD, layout, nothing_BS[:, 0], layer=0)
-    return POLICY.prefill(None, prompt, PLAN)
+    prompt = Prompt(
+        nothing_BS, nothing_BS[..., None], q_BSHD, k_BSKD, v_BSKD, layout, nothing_BS[:, 0], 0, FREQUENCY_D2
+    )
+    return read_prompt(POLICY, None, lambda _: prompt, PLAN)
 
 
 @jax.jit
 def run_step(cache, position_B, q_BHD, k_BKD, v_BKD):
     nothing_B = jnp.zeros_like(position_B)
     pinned_B = jnp.asarray(PINNED_B)
-    new = NewToken(nothing_B, position_B, pinned_B, nothing_B, nothing_B[:, None], q_BHD, k_BKD, v_BKD, layer=0)
+    new = NewToken(nothing_B, position_B, pinned_B, nothing_B, nothing_B[:, None], q_BHD, k_BKD, v_BKD, 0, FREQUENCY_D2)
     return POLICY.step(None, cache, new, PLAN)
 
 

@@ -1,0 +1,46 @@
+"""Ranking tokens of a prompt, protecting some, and keeping the best; attention of prompts that nothing leaves."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvpop_jax.cache import PROTECTED
+from kvpop_jax.eviction.expiry import inverse_permutation
+from kvpop_jax.policies.machinery.base import Kept, Prompt
+from pallas_kernels import NEVER, masked_attention
+
+
+def keep_best(
+    alive_BKS: Bool[Array, "B K S"], priority_BKS: Float[Array, "B K S"], count: int | Int[Array, "B K"]
+) -> Bool[Array, "B K S"]:
+    """The `count` tokens of highest priority among those alive, per head; of equal ones the older."""
+    order_BKS = jnp.lexsort((-priority_BKS, ~alive_BKS), axis=-1)
+    return alive_BKS & (inverse_permutation(order_BKS) < jnp.asarray(count)[..., None])
+
+
+def protect(priority_BKS: Float[Array, "B K S"], prompt: Prompt, window: int) -> Float[Array, "B K S"]:
+    """`PROTECTED` for pinned tokens (sinks are) and for the last `window` ones."""
+    return jnp.where(_protected(prompt, window)[:, None], PROTECTED, priority_BKS)
+
+
+def prompt_length(prompt: Prompt) -> Int[Array, "B"]:
+    """Tokens of each row that are not padding."""
+    return jnp.sum(prompt.layout.segment_BS > 0, axis=1)
+
+
+def keep_all(prompt: Prompt) -> Kept:
+    """The whole prompt, without its padding."""
+    B, S, K, _D = prompt.k_BSKD.shape
+    alive_BKS = jnp.broadcast_to((prompt.layout.segment_BS > 0)[:, None], (B, K, S))
+    return Kept(alive_BKS, prompt.k_BSKD, prompt.v_BSKD)
+
+
+def full_attention(prompt: Prompt) -> Float[Array, "B S H D"]:
+    """Attention of a prompt from which nothing is evicted before its end."""
+    B, S, K, _D = prompt.k_BSKD.shape
+    never_BKS = jnp.full((B, K, S), NEVER)
+    return masked_attention(prompt.q_BSHD, prompt.k_BSKD, prompt.v_BSKD, never_BKS, prompt.layout.segment_BS)[0]
+
+
+def _protected(prompt, window):
+    layout = prompt.layout
+    return layout.pinned_BS | (layout.position_BS > prompt_length(prompt)[:, None] - 1 - window)
