@@ -26,7 +26,8 @@ class LayerCache:
     Attributes:
         k_BKCD, v_BKCD: cached after rotary embedding at their true positions.
         position_BKC: position of the token in each slot, -1 for an empty slot.
-        priority_BKC: float32; the lowest goes first. `PROTECTED` while a token may not be evicted.
+        priority_BKC: float32; the lowest goes first. `PROTECTED` while a token may not be evicted, unless the policy
+            reads that off its position.
         ring_BKW: slot of position `p` at `p mod w`, for the `w` tokens of the window.
         state: whatever the policy keeps beside.
     """
@@ -76,13 +77,17 @@ def replace_priority(
 
 
 def choose_victim(cache: LayerCache) -> Int[Array, "B K"]:
-    """The slot that the next row takes: an empty one, else the lexicographic minimum of (priority, -position).
+    """The slot that the next row takes: an empty one, else the weakest."""
+    key_BKC = jnp.where(cache.position_BKC < 0, -jnp.inf, cache.priority_BKC)
+    return _lowest(key_BKC, cache.position_BKC)
+
+
+def weakest(priority_BKC: Float[Array, "B K C"], position_BKC: Int[Array, "B K C"]) -> Int[Array, "B K"]:
+    """The occupied slot that is the lexicographic minimum of (priority, -position).
 
     Of equal priorities the younger token goes, as in `ranks`, where the older one ranks first.
     """
-    key_BKC = jnp.where(cache.position_BKC < 0, -jnp.inf, cache.priority_BKC)
-    weakest_BKC = key_BKC == jnp.min(key_BKC, axis=-1, keepdims=True)
-    return jnp.argmax(jnp.where(weakest_BKC, cache.position_BKC, -2), axis=-1)
+    return _lowest(jnp.where(position_BKC < 0, jnp.inf, priority_BKC), position_BKC)
 
 
 def place(cache: LayerCache, slot_BK: Int[Array, "B K"], position_B: Int[Array, "B"]) -> LayerCache:
@@ -142,6 +147,11 @@ def survived(cache: LayerCache, length_B: Int[Array, "B"]) -> Float[Array, "B"]:
     """Share of the first `length` tokens that are still cached, averaged over the KV heads."""
     kept_BKC = (cache.position_BKC >= 0) & (cache.position_BKC < length_B[:, None, None])
     return kept_BKC.sum(-1).mean(-1) / length_B
+
+
+def _lowest(key_BKC: Array, position_BKC: Array) -> Array:
+    lowest_BKC = key_BKC == jnp.min(key_BKC, axis=-1, keepdims=True)
+    return jnp.argmax(jnp.where(lowest_BKC, position_BKC, -2), axis=-1)
 
 
 def _gather(x_BKS: Array, token_BKC: Array) -> Array:

@@ -10,7 +10,6 @@ from kvpop_jax.policies.machinery.base import (
     Kept,
     NewToken,
     Policy,
-    PolicySettings,
     Prompt,
     model_dims,
     read_prompt,
@@ -19,9 +18,11 @@ from kvpop_jax.policies.machinery.base import (
 from kvpop_jax.policies.machinery.compose import compose
 from kvpop_jax.policies.machinery.expiry_form import expiry_policy
 from kvpop_jax.policies.machinery.registry import check, make, names
+from kvpop_jax.policies.machinery.settings import MethodSettings, PolicySettings
 
 __all__ = [
     "Kept",
+    "MethodSettings",
     "NewToken",
     "Policy",
     "PolicySettings",

@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 
-from kvpop_jax.policies.machinery.base import Policy, PolicySettings
+from kvpop_jax.policies.machinery.base import Policy
 from kvpop_jax.policies.machinery.expiry_form import expiry_policy
-from kvpop_jax.policies.machinery.keeping import full_attention, keep_all
+from kvpop_jax.policies.machinery.keeping import keep_all
+from kvpop_jax.policies.machinery.prompt_attention import full_attention
+from kvpop_jax.policies.machinery.settings import PolicySettings
 
 
 def make(settings: PolicySettings) -> Policy:

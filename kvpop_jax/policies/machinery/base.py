@@ -10,22 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvpop_jax.cache import CachePlan, LayerCache
 from kvpop_jax.eviction import TokenLayout
 from kvpop_jax.models import ModelConfig
-from kvpop_jax.scorers import Scorer, ScorerDims
-
-
-@dataclass(frozen=True)
-class PolicySettings:
-    """What a policy is made from; each takes what it needs.
-
-    Attributes:
-        sinks: first tokens that never leave, where the policy keeps sinks.
-        window: most recent tokens that never leave, the query included, where the policy has a window.
-        scorer: of the learned policies.
-    """
-
-    sinks: int = 4
-    window: int = 256
-    scorer: Scorer | None = None
+from kvpop_jax.scorers import ScorerDims
 
 
 @jax.tree_util.register_dataclass

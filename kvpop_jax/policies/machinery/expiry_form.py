@@ -24,8 +24,9 @@ from kvpop_jax.cache import (
 )
 from kvpop_jax.eviction import expiry_from_priority
 from kvpop_jax.models import ModelConfig
-from kvpop_jax.policies.machinery.base import Kept, NewToken, Policy, PolicySettings, Prompt
+from kvpop_jax.policies.machinery.base import Kept, NewToken, Policy, Prompt
 from kvpop_jax.policies.machinery.keeping import keep_best, prompt_length, protect
+from kvpop_jax.policies.machinery.settings import PolicySettings
 from pallas_kernels import decode_attention, masked_attention
 
 Parallel = Callable[[Any, Prompt], tuple[Float[Array, "B K S"], Any]]

@@ -1,4 +1,4 @@
-"""Ranking tokens of a prompt, protecting some, and keeping the best; attention of prompts that nothing leaves."""
+"""Ranking tokens of a prompt, protecting some, and keeping the best."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -6,7 +6,6 @@ from jaxtyping import Array, Bool, Float, Int
 from kvpop_jax.cache import PROTECTED
 from kvpop_jax.eviction.expiry import inverse_permutation
 from kvpop_jax.policies.machinery.base import Kept, Prompt
-from pallas_kernels import NEVER, masked_attention
 
 
 def keep_best(
@@ -32,13 +31,6 @@ def keep_all(prompt: Prompt) -> Kept:
     B, S, K, _D = prompt.k_BSKD.shape
     alive_BKS = jnp.broadcast_to((prompt.layout.segment_BS > 0)[:, None], (B, K, S))
     return Kept(alive_BKS, prompt.k_BSKD, prompt.v_BSKD)
-
-
-def full_attention(prompt: Prompt) -> Float[Array, "B S H D"]:
-    """Attention of a prompt from which nothing is evicted before its end."""
-    B, S, K, _D = prompt.k_BSKD.shape
-    never_BKS = jnp.full((B, K, S), NEVER)
-    return masked_attention(prompt.q_BSHD, prompt.k_BSKD, prompt.v_BSKD, never_BKS, prompt.layout.segment_BS)[0]
 
 
 def _protected(prompt, window):

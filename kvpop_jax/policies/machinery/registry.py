@@ -5,8 +5,9 @@ import pkgutil
 
 import kvpop_jax.policies
 from kvpop_jax.errors import UserError
-from kvpop_jax.policies.machinery.base import Policy, PolicySettings
+from kvpop_jax.policies.machinery.base import Policy
 from kvpop_jax.policies.machinery.compose import compose
+from kvpop_jax.policies.machinery.settings import PolicySettings
 
 
 def names() -> list[str]:
