@@ -13,10 +13,9 @@ from dataclasses import replace
 import jax.numpy as jnp
 
 from kvpop_jax.cache import plan_cache
-from kvpop_jax.eviction.expiry import inverse_permutation
 from kvpop_jax.policies.machinery.attend_then_evict import cache_of
 from kvpop_jax.policies.machinery.base import Policy
-from kvpop_jax.policies.machinery.keeping import keep_all, keep_best, protect
+from kvpop_jax.policies.machinery.keeping import inverse_permutation, keep_all, keep_best, protect
 from kvpop_jax.policies.machinery.prompt_attention import full_attention
 from kvpop_jax.policies.machinery.recency import age_priority, place_oldest
 from kvpop_jax.policies.machinery.settings import PolicySettings

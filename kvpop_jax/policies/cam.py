@@ -16,10 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvpop_jax.cache import plan_cache
-from kvpop_jax.eviction.expiry import inverse_permutation
 from kvpop_jax.policies.machinery.attend_then_evict import cache_of, cut
 from kvpop_jax.policies.machinery.base import Policy
-from kvpop_jax.policies.machinery.keeping import keep_all
+from kvpop_jax.policies.machinery.keeping import inverse_permutation, keep_all
 from kvpop_jax.policies.machinery.prompt_attention import accumulated_attention, full_attention, group_mean
 from kvpop_jax.policies.machinery.recency import age_priority, oldest, place_oldest
 from kvpop_jax.policies.machinery.settings import PolicySettings

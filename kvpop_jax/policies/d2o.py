@@ -55,7 +55,8 @@ def _step(_, cache, new, plan):
     o_BHD, cache, attention_BHC = attend(cache, new)
     cache = replace(cache, priority_BKC=cache.priority_BKC + group_mean(attention_BHC, cache.k_BKCD.shape[1]))
     dropped_BKC = overflow(cache, new, plan)
-    drops_B = jnp.any(dropped_BKC, axis=(1, 2))
+    drops_BK = jnp.any(dropped_BKC, axis=-1)
+    drops_B = jnp.any(drops_BK, axis=-1)
     k_BKCD = cache.k_BKCD
     unit_BKCD = _unit(k_BKCD)
     own_BKD, k_BKD, v_BKD = (
@@ -69,9 +70,10 @@ def _step(_, cache, new, plan):
     age_BKC = jnp.where(cosine_BKC == largest_BK1, cache.position_BKC, jnp.iinfo(jnp.int32).max)
     target_BKC = jnp.arange(age_BKC.shape[-1]) == jnp.argmin(age_BKC, axis=-1, keepdims=True)
 
-    tau_B, mean_B = cache.state, jnp.mean(largest_BK1, axis=(1, 2))
+    tau_B = cache.state
+    mean_B = jnp.sum(jnp.where(drops_BK, largest_BK1[..., 0], 0), axis=-1) / jnp.maximum(jnp.sum(drops_BK, axis=-1), 1)
     moved_B = jnp.where(tau_B == _NONE_YET, mean_B, (tau_B + mean_B) / 2)
-    joins_BKC1 = (target_BKC & (drops_B & (mean_B >= moved_B))[:, None, None])[..., None]
+    joins_BKC1 = (target_BKC & (drops_BK & (mean_B >= moved_B)[:, None])[..., None])[..., None]
     k_BKCD, v_BKCD = (
         jnp.where(joins_BKC1, (old + largest_BK1[..., None] * x_BKD[:, :, None]) / 2, old).astype(old.dtype)
         for old, x_BKD in ((k_BKCD, k_BKD), (cache.v_BKCD, v_BKD))

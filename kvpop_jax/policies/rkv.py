@@ -15,10 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvpop_jax.cache import PROTECTED, plan_cache
-from kvpop_jax.eviction.expiry import inverse_permutation
 from kvpop_jax.policies.machinery.attend_then_evict import attend, cache_of, cut, free
 from kvpop_jax.policies.machinery.base import Policy
-from kvpop_jax.policies.machinery.keeping import keep_all, keep_best, prompt_length
+from kvpop_jax.policies.machinery.keeping import inverse_permutation, keep_all, keep_best, prompt_length
 from kvpop_jax.policies.machinery.prompt_attention import full_attention
 from kvpop_jax.policies.machinery.settings import PolicySettings
 
@@ -113,7 +112,7 @@ def _score(methods, query_BHWD, k_BKCD, position_BKC, last_B):
         order_C = jnp.argsort(_by_age(position_C))
         position_C = position_C[order_C]
         score_C = _score_in_order(methods, q_GWD, k_CD[order_C].astype(jnp.float32), position_C, last)
-        return score_C[inverse_permutation(order_C[None])[0]]
+        return score_C[inverse_permutation(order_C)]
 
     heads = (query_BKGWD, k_BKCD, position_BKC, jnp.broadcast_to(last_B[:, None], (B, K)))
     flat = jax.tree.map(lambda x: x.reshape(B * K, *x.shape[2:]), heads)

@@ -4,7 +4,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvpop_jax.cache import PROTECTED
-from kvpop_jax.eviction.expiry import inverse_permutation
 from kvpop_jax.policies.machinery.base import Kept, Prompt
 
 
@@ -31,6 +30,12 @@ def keep_all(prompt: Prompt) -> Kept:
     B, S, K, _D = prompt.k_BSKD.shape
     alive_BKS = jnp.broadcast_to((prompt.layout.segment_BS > 0)[:, None], (B, K, S))
     return Kept(alive_BKS, prompt.k_BSKD, prompt.v_BSKD)
+
+
+def inverse_permutation(order: Int[Array, "... S"]) -> Int[Array, "... S"]:
+    """Where each index stands in `order`, along the last axis."""
+    index = jnp.broadcast_to(jnp.arange(order.shape[-1]), order.shape)
+    return jnp.put_along_axis(jnp.zeros_like(order), order, index, axis=-1, inplace=False)
 
 
 def _protected(prompt, window):
