@@ -1,8 +1,8 @@
 """Every policy of the literature, literally and slowly, for one row: lists of entries, loops over heads.
 
 A policy is two functions: PROMPT (row, budget) -> outputs of the prompt and what each head holds then, and
-STEPS (row, held, budget) -> an iterator of (output, held), the first of it before any step and without output. So any two
-make a third. Of equal scores the older token stays, everywhere.
+STEPS (row, held, budget) -> an iterator of (output, held), the first of it before any step and without output. So any
+two make a third. Of equal scores the older token stays, everywhere.
 """
 
 from collections.abc import Iterator
@@ -391,13 +391,18 @@ def in_cache_steps(row: Row, held: Held, budget: int):
 # --- CaM
 
 
-@cache
-def draws(seed: int) -> np.ndarray:
-    """[position, head], layer 0."""
-    key = jax.random.fold_in(jax.random.key(seed), 0)
+@jax.jit
+def _draws(seed):
+    key = jax.random.fold_in(jax.random.key(seed), 0)  # of layer 0
     keys_T = jax.vmap(jax.random.fold_in, (None, 0))(key, np.arange(64))
     keys_TK = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (0, None))(keys_T, np.arange(2))
-    return np.asarray(jax.vmap(jax.vmap(jax.random.uniform))(keys_TK))
+    return jax.vmap(jax.vmap(jax.random.uniform))(keys_TK)
+
+
+@cache
+def draws(seed: int) -> np.ndarray:
+    """[position, head]."""
+    return np.asarray(_draws(seed))
 
 
 def cam_leave(row: Row, head: int, entries: list[Entry], leaving: list[Entry], m: int, draw_TK) -> list[Entry]:

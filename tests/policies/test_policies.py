@@ -1,7 +1,7 @@
 """Every policy of the literature against its literal NumPy form: outputs and kept tokens, step by step."""
 
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,9 @@ from oracles import assert_close
 from policies.numpy_policies import METHODS, PROMPT, SINKS, STEPS, WINDOW, Row
 
 from kvpop_jax import policies
-from kvpop_jax.errors import UserError
 from kvpop_jax.eviction import token_layout
 from kvpop_jax.models.rope import unscaled_frequencies
-from kvpop_jax.policies import NewToken, PolicySettings, Prompt, compose, read_prompt
+from kvpop_jax.policies import NewToken, PolicySettings, Prompt, read_prompt
 
 SETTINGS = PolicySettings(sinks=SINKS, window=WINDOW, methods=METHODS)
 KV_HEADS, DIM, BUDGET, LONGEST, NEW = 2, 8, 16, 32, 14
@@ -27,7 +26,7 @@ TIED, PINNED_B = 4, np.where(np.arange(8) < 6, 0, LENGTH_B)
 SEED_B = np.arange(8) + 3
 PAIRS = ["dense+h2o", "adakv+d2o", "tova+cam", "keydiff+knorm", "d2o+adakv"]
 # Those that compare what the heads of a group attend to.
-BY_GROUP = ["h2o", "snapkv", "expected_attention", "tova", "rkv", "d2o", "cam"]
+BY_GROUP = ["h2o", "snapkv", "expected_attention", "tova", "rkv"]
 CORE = ("h2o", "snapkv")
 
 
