@@ -16,7 +16,8 @@ class CachePlan:
         window: most recent tokens, the query included, that never leave.
         pool: slots that all other tokens compete for.
         state_entries: what the policy's own state (the scorer's memory, say) would hold as entries, rounded up.
-        scratch: slots beyond the budget that a policy needs within a step; reported, never hidden.
+        scratch: slots beyond the budget: needed within a step, between two compressions, or for heads that share a
+            budget unevenly; reported, never hidden.
         prompt: what the prompt is cut to, where another policy does that.
     """
 

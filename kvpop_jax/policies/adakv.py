@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from kvpop_jax.cache import plan_cache
 from kvpop_jax.policies.machinery.attend_then_evict import cache_of
 from kvpop_jax.policies.machinery.base import Policy
-from kvpop_jax.policies.machinery.keeping import inverse_permutation, keep_all, keep_best, protect
+from kvpop_jax.policies.machinery.keeping import inverse_permutation, keep_all, keep_best, protected_tokens
 from kvpop_jax.policies.machinery.prompt_attention import full_attention
 from kvpop_jax.policies.machinery.recency import age_priority, place_oldest
 from kvpop_jax.policies.machinery.settings import PolicySettings
@@ -39,7 +39,7 @@ def make(settings: PolicySettings) -> Policy:
         return replace(steps, scratch=extra, prompt=replace(own, scratch=extra))
 
     def cut(kept, prompt, plan):
-        protected_BKS = protect(jnp.zeros(kept.alive_BKS.shape), prompt, plan.window) > 0
+        protected_BKS = kept.alive_BKS & protected_tokens(prompt, plan.window)[:, None]
         alive_BKS = _share(score(prompt), kept.alive_BKS, protected_BKS, plan, methods.ada_floor)
         return replace(kept, alive_BKS=alive_BKS)
 
@@ -75,7 +75,6 @@ def _step(_, cache, new, plan):
 def _share(score_BKS, alive_BKS, protected_BKS, plan, floor):
     """The tokens that stay: all while they fit, else the protected ones and each head's best."""
     B, K, S = alive_BKS.shape
-    protected_BKS &= alive_BKS
     candidate_BKS = alive_BKS & ~protected_BKS
     protected_BK, candidates_BK = jnp.sum(protected_BKS, axis=-1), jnp.sum(candidate_BKS, axis=-1)
     total_B1 = K * plan.capacity - jnp.sum(protected_BK, axis=-1, keepdims=True)

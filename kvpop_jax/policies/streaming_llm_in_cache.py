@@ -32,7 +32,7 @@ def make(settings: PolicySettings) -> Policy:
     return Policy(
         name="streaming_llm_in_cache",
         decode="streaming_llm_in_cache",
-        signals=frozenset({"attention"}),
+        signals=frozenset(),
         prefill_mode="one_shot",
         plan=plan,
         prefill=_prefill,

@@ -17,7 +17,13 @@ def keep_best(
 
 def protect(priority_BKS: Float[Array, "B K S"], prompt: Prompt, window: int) -> Float[Array, "B K S"]:
     """`PROTECTED` for pinned tokens (sinks are) and for the last `window` ones."""
-    return jnp.where(_protected(prompt, window)[:, None], PROTECTED, priority_BKS)
+    return jnp.where(protected_tokens(prompt, window)[:, None], PROTECTED, priority_BKS)
+
+
+def protected_tokens(prompt: Prompt, window: int) -> Bool[Array, "B S"]:
+    """Pinned tokens, and the last `window` ones."""
+    layout = prompt.layout
+    return layout.pinned_BS | (layout.position_BS > prompt_length(prompt)[:, None] - 1 - window)
 
 
 def prompt_length(prompt: Prompt) -> Int[Array, "B"]:
@@ -36,8 +42,3 @@ def inverse_permutation(order: Int[Array, "... S"]) -> Int[Array, "... S"]:
     """Where each index stands in `order`, along the last axis."""
     index = jnp.broadcast_to(jnp.arange(order.shape[-1]), order.shape)
     return jnp.put_along_axis(jnp.zeros_like(order), order, index, axis=-1, inplace=False)
-
-
-def _protected(prompt, window):
-    layout = prompt.layout
-    return layout.pinned_BS | (layout.position_BS > prompt_length(prompt)[:, None] - 1 - window)
