@@ -260,10 +260,17 @@ class Generator:
         bucket = max(SHORTEST_BUCKET, 1 << (max(lengths) - 1).bit_length())
         steps = -(-new_tokens // STEPS_PER_DISPATCH) * STEPS_PER_DISPATCH
         self.check_prompt(max(lengths))
+        plans = self.plans(bucket + steps)
+        for policy, plan in zip(self.policies, plans, strict=True):
+            if policy.decode == "dense" and plan.capacity < max(lengths) + new_tokens:
+                raise UserError(
+                    f"policy {policy.name} keeps everything: a budget of {plan.budget} cannot hold "
+                    f"{max(lengths)} + {new_tokens} tokens; give it no budget"
+                )
         token_BS = np.zeros((len(prompts), bucket), np.int32)
         for row, prompt in enumerate(prompts):
             token_BS[row, : len(prompt)] = prompt
-        setup = Setup(self.model.config, self.policies, self.plans(bucket + steps), self.pin_prompt)
+        setup = Setup(self.model.config, self.policies, plans, self.pin_prompt)
         return setup, jnp.asarray(token_BS), jnp.asarray(lengths, jnp.int32)
 
     def _scorers(self):

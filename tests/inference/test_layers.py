@@ -20,7 +20,7 @@ def test_layers_have_their_own_policy_and_budget_and_are_reported_apart():
     completions = generator.generate(PROMPTS, GREEDY)
     for completion in completions:
         report = completion.cache
-        assert len(completion.tokens) == GREEDY.max_new_tokens
+        assert len(completion.tokens) == GREEDY.max_new_tokens and np.isfinite(completion.logprobs).all()
         assert report.layer_budget == (60, 64) and report.budget == 62
         assert report.layer_allocated == tuple(plan.slots for plan in generator.plans(0))
         assert report.layer_allocated[1] > report.layer_budget[1]  # R-KV's scratch
@@ -53,4 +53,7 @@ def test_policies_and_budgets_that_are_not_one_per_layer_are_refused():
     pinned = Generator(tiny_model(), make_policy("snapkv+tova"), 60, pin_prompt=True)
     with pytest.raises(UserError, match=r"pin_prompt: a prompt of 50 tokens leaves no pool .* it may have 27"):
         pinned.generate(PROMPTS, GREEDY)
-    assert np.all([plan.budget == 60 for plan in pinned.plans(0)])
+    with pytest.raises(
+        UserError, match=r"policy tova\+dense keeps everything: a budget of 60 cannot hold 50 \+ 40 tokens"
+    ):
+        Generator(tiny_model(), make_policy("tova+dense"), 60).generate(PROMPTS, GREEDY)
