@@ -39,6 +39,7 @@ class CacheReport:
         pin_prompt: whether the prompt could not be evicted.
         prefill_mode: how the prompt was evicted from.
         decode: the policy whose rule the steps followed.
+        total_budget, total_allocated: entries per KV head, summed over layers.
         layer_budget, layer_allocated, layer_bytes: of every layer.
         layer_peak_live: most slots ever occupied in the fullest head of every layer.
         layer_peak_mean: most slots ever occupied in every layer, averaged over its heads. Where heads share a budget
@@ -58,6 +59,8 @@ class CacheReport:
     pin_prompt: bool
     prefill_mode: str
     decode: str
+    total_budget: int
+    total_allocated: int
     layer_budget: tuple[int, ...]
     layer_allocated: tuple[int, ...]
     layer_bytes: tuple[int, ...]
@@ -308,6 +311,8 @@ class Generator:
             pin_prompt=self.pin_prompt,
             prefill_mode=_each_once(policy.prefill_mode for policy in self.policies),
             decode=_each_once(policy.decode for policy in self.policies),
+            total_budget=sum(plan.budget for plan in plans),
+            total_allocated=sum(plan.slots for plan in plans),
             layer_budget=tuple(plan.budget for plan in plans),
             layer_allocated=tuple(plan.slots for plan in plans),
             layer_bytes=layer_bytes,

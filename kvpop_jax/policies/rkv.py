@@ -2,9 +2,9 @@
 
 Every `rkv_interval` steps, and once after a prompt above the budget, the cache is cut to the budget; in between it
 grows, in slots of scratch. Importance: attention of the last queries over the tokens before them, logits maximal over
-a group, averaged over queries, then the maximum over neighbours. Redundancy: softmax of the mean cosine with all keys,
-where of its near-duplicates each key spares the most recent. Score: lambda * importance - (1 - lambda) * redundancy;
-the last tokens stay. lambda is 0.1 as in the paper and its README (0.07 in a script); the authors' code measures
+a group, averaged over queries, then the maximum over neighbours. Redundancy: softmax of the mean cosine with all
+keys, where of its near-duplicates each key spares the most recent. Score: lambda * importance - (1 - lambda) *
+redundancy; the last tokens stay. lambda is 0.1 as in the authors' README (0.07 in their code); that code measures
 similarity on the first row of a batch only. The queries and a counter of steps are charged to the budget.
 """
 

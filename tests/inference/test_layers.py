@@ -21,7 +21,8 @@ def test_layers_have_their_own_policy_and_budget_and_are_reported_apart():
     for completion in completions:
         report = completion.cache
         assert len(completion.tokens) == GREEDY.max_new_tokens and np.isfinite(completion.logprobs).all()
-        assert report.layer_budget == (60, 64) and report.budget == 62
+        assert report.layer_budget == (60, 64) and (report.budget, report.total_budget) == (62, 124)
+        assert report.total_allocated == sum(report.layer_allocated)
         assert report.layer_allocated == tuple(plan.slots for plan in generator.plans(0))
         assert report.layer_allocated[1] > report.layer_budget[1]  # R-KV's scratch
         assert report.bytes == sum(report.layer_bytes) and report.layer_bytes[0] < report.layer_bytes[1]
