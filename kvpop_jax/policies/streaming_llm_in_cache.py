@@ -16,7 +16,7 @@ from kvpop_jax.policies.machinery.base import Policy
 from kvpop_jax.policies.machinery.keeping import inverse_permutation, keep_all
 from kvpop_jax.policies.machinery.prompt_attention import full_attention
 from kvpop_jax.policies.machinery.recency import age_priority, place_oldest
-from kvpop_jax.policies.machinery.rotation import turn
+from kvpop_jax.policies.machinery.rotation import linear_turn, turn
 from kvpop_jax.policies.machinery.settings import PolicySettings
 from pallas_kernels import decode_attention
 
@@ -69,7 +69,8 @@ def _step(_, cache, new, plan):
     moved_BK = last_BK - new.position_B[:, None]
     q_BKGD = new.q_BHD.reshape(B, last_BK.shape[1], -1, D)
     q_BHD = turn(q_BKGD, moved_BK[..., None, None] * new.frequency_D2).reshape(B, H, D)
-    turned_BKCD = turn(k_BKCD, rank_BKC[..., None] * new.frequency_D2)
+    angle_CD2 = jnp.arange(plan.slots)[:, None] * new.frequency_D2
+    turned_BKCD = linear_turn(k_BKCD, jnp.cos(angle_CD2)[rank_BKC], jnp.sin(angle_CD2)[rank_BKC])
     newest_BKD = jnp.sum(jnp.where(newest_BKC1, turned_BKCD, 0), axis=2)
     o_BHD, _lse, _turned, v_BKCD, _ = decode_attention(
         q_BHD, turned_BKCD, cache.v_BKCD, position_BKC, newest_BKD, new.v_BKD, slot_BK
