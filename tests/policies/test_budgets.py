@@ -33,6 +33,20 @@ def test_pyramidkv_spreads_its_budget_to_the_entry(budget, layers):
 
 
 @pytest.mark.core
+def test_pyramidkv_is_snapkv_but_for_its_budgets():
+    """Which is why it has no literal form of its own."""
+    assert make("pyramidkv").plan(40, CONFIG, ENTRY_BYTES) == make("snapkv").plan(40, CONFIG, ENTRY_BYTES)
+    length, rng = 24, np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(1, length, heads, 16)), jnp.float32) for heads in (4, 2, 2))
+    segment_BS = jnp.ones((1, length), jnp.int32)
+    layout = token_layout(segment_BS, sinks=0, pool=8)
+    prompt = Prompt(segment_BS, segment_BS[..., None], q, k, v, layout, jnp.zeros(1, jnp.int32), 0, jnp.ones(8))
+    plan = make("snapkv").plan(12, CONFIG, ENTRY_BYTES).for_prompt
+    kept = [jax.jit(make(name).prefill, static_argnums=2)(None, prompt, plan)[1] for name in ("pyramidkv", "snapkv")]
+    np.testing.assert_array_equal(kept[0].alive_BKS, kept[1].alive_BKS)
+
+
+@pytest.mark.core
 def test_adakv_shares_exactly_what_the_heads_of_a_layer_have():
     heads, budget, length = 4, 12, 24
     config = replace(CONFIG, num_heads=heads, num_kv_heads=heads)

@@ -26,7 +26,7 @@ TIED, PINNED_B = 4, np.where(np.arange(8) < 6, 0, LENGTH_B)
 SEED_B = np.arange(8) + 3
 PAIRS = ["dense+h2o", "adakv+d2o", "tova+cam", "keydiff+knorm"]
 # Those that compare what the heads of a group attend to.
-BY_GROUP = ["h2o", "snapkv", "expected_attention", "tova", "rkv"]
+BY_GROUP = ["h2o", "snapkv", "expected_attention", "rkv"]
 CORE = ("h2o", "snapkv")
 
 
