@@ -16,6 +16,7 @@ from kvpop_jax.cache.layer import (
     place,
     replace_priority,
     survived,
+    weakest,
 )
 
 __all__ = [
@@ -31,4 +32,5 @@ __all__ = [
     "plan_cache",
     "replace_priority",
     "survived",
+    "weakest",
 ]

@@ -16,7 +16,9 @@ class CachePlan:
         window: most recent tokens, the query included, that never leave.
         pool: slots that all other tokens compete for.
         state_entries: what the policy's own state (the scorer's memory, say) would hold as entries, rounded up.
-        scratch: slots beyond the budget that a policy needs within a step; reported, never hidden.
+        scratch: slots beyond the budget: needed within a step, between two compressions, or for heads that share a
+            budget unevenly; reported, never hidden.
+        prompt: what the prompt is cut to, where another policy does that.
     """
 
     budget: int
@@ -25,6 +27,17 @@ class CachePlan:
     pool: int
     state_entries: int
     scratch: int
+    prompt: "CachePlan | None" = None
+
+    @property
+    def for_prompt(self) -> "CachePlan":
+        """The plan of whichever policy cuts the prompt."""
+        return self if self.prompt is None else self.prompt
+
+    @property
+    def capacity(self) -> int:
+        """Entries that may be live between two steps: the slots without scratch."""
+        return self.slots - self.scratch
 
     @property
     def slots(self) -> int:

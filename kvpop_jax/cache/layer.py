@@ -26,7 +26,8 @@ class LayerCache:
     Attributes:
         k_BKCD, v_BKCD: cached after rotary embedding at their true positions.
         position_BKC: position of the token in each slot, -1 for an empty slot.
-        priority_BKC: float32; the lowest goes first. `PROTECTED` while a token may not be evicted.
+        priority_BKC: float32; the lowest goes first. `PROTECTED` while a token may not be evicted, unless the policy
+            reads that off its position.
         ring_BKW: slot of position `p` at `p mod w`, for the `w` tokens of the window.
         state: whatever the policy keeps beside.
     """
@@ -42,7 +43,11 @@ class LayerCache:
 @partial(jax.tree_util.register_dataclass, data_fields=["slot_BK", "position_B", "k_BKD", "v_BKD"], meta_fields=[])
 @dataclass(frozen=True)
 class Leaving:
-    """The token that leaves the window as a new one arrives; its position is negative while there is none."""
+    """The token that leaves the window as a new one arrives.
+
+    Its position is negative while there is none. A head that no longer holds it (the prompt may have been cut by
+    another policy) has a slot past the last one, and zeros.
+    """
 
     slot_BK: Int[Array, "B K"]
     position_B: Int[Array, "B"]
@@ -52,10 +57,13 @@ class Leaving:
 
 def leaving_token(cache: LayerCache, position_B: Int[Array, "B"]) -> Leaving:
     """The token that the arrival of `position` pushes out of the window: position - w."""
-    window = cache.ring_BKW.shape[-1]
+    window, slots = cache.ring_BKW.shape[-1], cache.position_BKC.shape[-1]
     slot_BK = jnp.take_along_axis(cache.ring_BKW, (position_B % window)[:, None, None], axis=-1)[..., 0]
-    k_BKD, v_BKD = (_row(x, slot_BK) for x in (cache.k_BKCD, cache.v_BKCD))
-    return Leaving(slot_BK, position_B - window, k_BKD, v_BKD)
+    leaving_B = position_B - window
+    inside_BK = jnp.minimum(slot_BK, slots - 1)
+    held_BK = _row(cache.position_BKC[..., None], inside_BK)[..., 0] == jnp.maximum(leaving_B, 0)[:, None]
+    k_BKD, v_BKD = (jnp.where(held_BK[..., None], _row(x, inside_BK), 0) for x in (cache.k_BKCD, cache.v_BKCD))
+    return Leaving(jnp.where(held_BK, slot_BK, slots), leaving_B, k_BKD, v_BKD)
 
 
 def replace_priority(
@@ -69,13 +77,17 @@ def replace_priority(
 
 
 def choose_victim(cache: LayerCache) -> Int[Array, "B K"]:
-    """The slot that the next row takes: an empty one, else the lexicographic minimum of (priority, -position).
+    """The slot that the next row takes: an empty one, else the weakest."""
+    key_BKC = jnp.where(cache.position_BKC < 0, -jnp.inf, cache.priority_BKC)
+    return _lowest(key_BKC, cache.position_BKC)
+
+
+def weakest(priority_BKC: Float[Array, "B K C"], position_BKC: Int[Array, "B K C"]) -> Int[Array, "B K"]:
+    """The occupied slot that is the lexicographic minimum of (priority, -position).
 
     Of equal priorities the younger token goes, as in `ranks`, where the older one ranks first.
     """
-    key_BKC = jnp.where(cache.position_BKC < 0, -jnp.inf, cache.priority_BKC)
-    weakest_BKC = key_BKC == jnp.min(key_BKC, axis=-1, keepdims=True)
-    return jnp.argmax(jnp.where(weakest_BKC, cache.position_BKC, -2), axis=-1)
+    return _lowest(jnp.where(position_BKC < 0, jnp.inf, priority_BKC), position_BKC)
 
 
 def place(cache: LayerCache, slot_BK: Int[Array, "B K"], position_B: Int[Array, "B"]) -> LayerCache:
@@ -126,15 +138,20 @@ def cache_from_prompt(
     return LayerCache(k_BKCD, v_BKCD, position_BKC, priority_BKC, ring_BKW.astype(jnp.int32), state)
 
 
-def live_entries(cache: LayerCache) -> Int[Array, "B"]:
-    """Occupied slots of the fullest KV head."""
-    return jnp.max(jnp.sum(cache.position_BKC >= 0, axis=-1), axis=-1)
+def live_entries(cache: LayerCache) -> Int[Array, "B K"]:
+    """Occupied slots of every KV head."""
+    return jnp.sum(cache.position_BKC >= 0, axis=-1)
 
 
 def survived(cache: LayerCache, length_B: Int[Array, "B"]) -> Float[Array, "B"]:
     """Share of the first `length` tokens that are still cached, averaged over the KV heads."""
     kept_BKC = (cache.position_BKC >= 0) & (cache.position_BKC < length_B[:, None, None])
     return kept_BKC.sum(-1).mean(-1) / length_B
+
+
+def _lowest(key_BKC: Array, position_BKC: Array) -> Array:
+    lowest_BKC = key_BKC == jnp.min(key_BKC, axis=-1, keepdims=True)
+    return jnp.argmax(jnp.where(lowest_BKC, position_BKC, -2), axis=-1)
 
 
 def _gather(x_BKS: Array, token_BKC: Array) -> Array:

@@ -130,8 +130,7 @@ def check(command: EvalCommand) -> None:
     if command.model is None:
         raise UserError("model is missing: name a folder, GGUF file or hub id with --model, or a training's --config")
     for name in command.policies:
-        if name not in policies.names():
-            raise UserError(f"unknown policy {name!r}; the policies are {', '.join(policies.names())}")
+        policies.check(name)
         if not command.scorer:
             policies.make(name, policy_settings(command, {}, name))
     if command.prompt is None:

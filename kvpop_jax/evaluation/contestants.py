@@ -1,14 +1,15 @@
 """The policies at the budgets that were asked for, each with the generator that runs it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvpop_jax import policies
 from kvpop_jax.errors import UserError
 from kvpop_jax.evaluation.settings import EvalSettings
 from kvpop_jax.inference import Generator
 from kvpop_jax.models import LoadedModel
-from kvpop_jax.policies import PolicySettings
+from kvpop_jax.policies import PolicySettings, compose
 from kvpop_jax.training.export import LoadedScorer
 
 DEFAULT_SINKS, DEFAULT_WINDOW = 4, 32  # of an evaluation without a scorer, whose own sizes would count
@@ -43,7 +44,7 @@ class Contestant:
         if self.budget is None or not self.generator.pin_prompt:
             return
         try:
-            self.generator.plan(length).check_prompt(length)
+            self.generator.check_prompt(length)
         except UserError as error:
             raise UserError(f"{where}, {self.name}: {error}") from error
 
@@ -57,15 +58,19 @@ def contestants_of(model: LoadedModel, settings: EvalSettings, scorers: Mapping[
     """
     found = []
     for name in settings.policies:
-        own = scorers.get(name)
-        chosen = policy_settings(settings, scorers, name)
-        policy = policies.make(name, chosen)
-        if own is not None:
-            _check_trained_with(name, own, chosen, settings.budgets)
-        params, fingerprint = (None, None) if own is None else (own.params, own.fingerprint)
+        policies.check(name)
+        made, owned = [], []
+        for part in name.split("+"):
+            own, chosen = scorers.get(part), policy_settings(settings, scorers, part)
+            made.append(policies.make(part, chosen))
+            owned.append(own)
+            if own is not None:
+                _check_trained_with(part, own, chosen, settings.budgets)
+        policy = made[0] if len(made) == 1 else compose(made[0], made[1])
+        fingerprint = "+".join(own.fingerprint for own in owned if own is not None) or None
         for budget in (None,) if name == "dense" else settings.budgets:
             pin_prompt = settings.pin_prompt and budget is not None
-            generator = Generator(model, policy, budget, scorers=params, pin_prompt=pin_prompt)
+            generator = Generator(model, policy, budget, scorers=_params(owned, model), pin_prompt=pin_prompt)
             found.append(Contestant(name, budget, generator, chosen.sinks, chosen.window, fingerprint))
     return found
 
@@ -89,6 +94,15 @@ def dense_contestant(model: LoadedModel) -> Contestant:
     """The full cache, as a reference where it is not itself a contestant."""
     (contestant,) = contestants_of(model, EvalSettings(policies=("dense",)), {})
     return contestant
+
+
+def _params(owned: Sequence[LoadedScorer | None], model: LoadedModel) -> list[Any] | None:
+    """Parameters of every layer's policy; of a policy made of two, their pairs."""
+    if not any(owned):
+        return None
+    none = [None] * model.config.num_layers
+    of_parts = [none if own is None else own.params for own in owned]
+    return list(of_parts[0]) if len(of_parts) == 1 else list(zip(*of_parts, strict=True))
 
 
 def _check_trained_with(name: str, scorer: LoadedScorer, chosen: PolicySettings, budgets: tuple[int, ...]) -> None:

@@ -18,7 +18,8 @@ from kvpop_jax.cache import CachePlan, LayerCache, live_entries, survived
 from kvpop_jax.eviction import token_layout
 from kvpop_jax.inference.sampling import SamplingParams, sample
 from kvpop_jax.models import DecoderParams, LayerInputs, ModelConfig, apply_layers, unembed
-from kvpop_jax.policies import NewToken, Policy, Prompt
+from kvpop_jax.models.rope import rope_frequencies
+from kvpop_jax.policies import NewToken, Policy, Prompt, read_prompt
 
 
 @jax.tree_util.register_dataclass
@@ -27,11 +28,14 @@ class CacheUsage:
     """How full a row's caches have been, and how much of its prompt they hold.
 
     Attributes:
-        peak_live_B: most slots ever occupied in any layer and head.
+        peak_live_BN: most slots ever occupied in the fullest head of each layer.
+        peak_mean_BN: most slots ever occupied in each layer, averaged over its heads: what a budget limits where heads
+            share it.
         survival_B: share of the prompt that is cached, averaged over layers and heads.
     """
 
-    peak_live_B: Int[Array, "B"]
+    peak_live_BN: Int[Array, "B N"]
+    peak_mean_BN: Float[Array, "B N"]
     survival_B: Float[Array, "B"]
 
 
@@ -98,12 +102,15 @@ def prefill(
     index_S = jnp.arange(token_BS.shape[1])
     segment_BS = (index_S < length_B[:, None]).astype(jnp.int32)
     prompt_BS = segment_BS > 0 if setup.pin_prompt else None
+    frequency_D2 = jnp.asarray(rope_frequencies(setup.config), jnp.float32)
 
     def attend(layer: int, inputs: LayerInputs) -> tuple[Float[Array, "B S H D"], LayerCache]:
-        plan, policy = setup.plans[layer], setup.policies[layer]
-        layout = token_layout(segment_BS, sinks=plan.sinks, pool=plan.pool, prompt_BS=prompt_BS)
-        prompt = Prompt(token_BS, inputs.hidden_BTE, inputs.q_BTHD, inputs.k_BTKD, inputs.v_BTKD, layout, seed_B, layer)
-        return policy.prefill(scorers[layer], prompt, plan)
+        def prompt_under(plan: CachePlan) -> Prompt:
+            layout = token_layout(segment_BS, sinks=plan.sinks, pool=plan.pool, prompt_BS=prompt_BS)
+            tensors = inputs.hidden_BTE, inputs.q_BTHD, inputs.k_BTKD, inputs.v_BTKD
+            return Prompt(token_BS, *tensors, layout, seed_B, layer, frequency_D2)
+
+        return read_prompt(setup.policies[layer], scorers[layer], prompt_under, setup.plans[layer])
 
     position_BS = jnp.broadcast_to(index_S, token_BS.shape)
     hidden_BSE, caches = apply_layers(setup.config, params, token_BS, position_BS, attend)
@@ -122,6 +129,7 @@ def decode_step(
     seed_B: Int[Array, "B"],
 ) -> tuple[Float[Array, "B V"], list[LayerCache]]:
     """Feeds one token per row; gives the logits of the next one and the new caches."""
+    frequency_D2 = jnp.asarray(rope_frequencies(setup.config), jnp.float32)
 
     def attend(layer: int, inputs: LayerInputs) -> tuple[Float[Array, "B 1 H D"], LayerCache]:
         plan, policy = setup.plans[layer], setup.policies[layer]
@@ -135,6 +143,7 @@ def decode_step(
             inputs.k_BTKD[:, 0],
             inputs.v_BTKD[:, 0],
             layer,
+            frequency_D2,
         )
         o_BHD, cache = policy.step(scorers[layer], caches[layer], new, plan)
         return o_BHD[:, None], cache
@@ -185,10 +194,7 @@ def decode_steps(
         # Other rows may need more steps than this one, and steps come in batches: those are not the row's own.
         own_B = ~state.done_B & (state.position_B - state.prompt_B < sampling.max_new_tokens)
         now = cache_usage(caches, state.prompt_B)
-        usage = CacheUsage(
-            jnp.where(own_B, jnp.maximum(state.usage.peak_live_B, now.peak_live_B), state.usage.peak_live_B),
-            jnp.where(own_B, now.survival_B, state.usage.survival_B),
-        )
+        usage = jax.tree.map(partial(_where_rows, own_B), higher_usage(state.usage, now), state.usage)
         following = DecodeState(caches, token_B, log_prob_B, position_B, state.prompt_B, state.seed_B, done_B, usage)
         return following, (state.token_B, state.log_prob_B)
 
@@ -198,9 +204,26 @@ def decode_steps(
 
 def cache_usage(caches: Sequence[LayerCache], prompt_B: Int[Array, "B"]) -> CacheUsage:
     """The usage of caches as they stand, one per layer."""
-    live_NB = jnp.stack([live_entries(cache) for cache in caches])
+    live_NBK = [live_entries(cache) for cache in caches]
     survival_NB = jnp.stack([survived(cache, prompt_B) for cache in caches])
-    return CacheUsage(jnp.max(live_NB, axis=0), jnp.mean(survival_NB, axis=0))
+    return CacheUsage(
+        peak_live_BN=jnp.stack([jnp.max(live_BK, axis=-1) for live_BK in live_NBK], axis=1),
+        peak_mean_BN=jnp.stack([jnp.mean(live_BK, axis=-1) for live_BK in live_NBK], axis=1),
+        survival_B=jnp.mean(survival_NB, axis=0),
+    )
+
+
+def higher_usage(before: CacheUsage, now: CacheUsage) -> CacheUsage:
+    """The peaks of both, and what survives now."""
+    return CacheUsage(
+        peak_live_BN=jnp.maximum(before.peak_live_BN, now.peak_live_BN),
+        peak_mean_BN=jnp.maximum(before.peak_mean_BN, now.peak_mean_BN),
+        survival_B=now.survival_B,
+    )
+
+
+def _where_rows(row_B, yes, no):
+    return jnp.where(row_B.reshape(-1, *(1,) * (yes.ndim - 1)), yes, no)
 
 
 def _pinned(setup, plan, prompt_B):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Generator as Generator_
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from kvpop_jax.inference import decode
 from kvpop_jax.inference.decode import Setup
 from kvpop_jax.inference.sampling import SamplingParams
 from kvpop_jax.models import LoadedModel
-from kvpop_jax.policies import Policy
+from kvpop_jax.policies import Policy, uniform_budgets
 
 STEPS_PER_DISPATCH = 32
 SHORTEST_BUCKET = 64
@@ -27,15 +27,23 @@ SHORTEST_BUCKET = 64
 class CacheReport:
     """What a completion's cache cost, entries per KV head.
 
+    Where layers differ, single numbers are the mean over layers, rounded up; the tuples hold every layer's own.
+
     Attributes:
         budget: entries asked for; for dense, the slots of the whole sequence.
-        sinks, window, pool, state_entries, scratch: how they were spent (see `CachePlan`).
+        sinks, window, pool, state_entries, scratch: how they were spent during decoding (see `CachePlan`).
         allocated: slots that exist.
         peak_live: most slots ever occupied in any layer and head.
         bytes: of this sequence's cache over all layers, the policy's state and bookkeeping included.
         prompt_survival: share of the prompt still cached at the end, averaged over layers and heads.
         pin_prompt: whether the prompt could not be evicted.
         prefill_mode: how the prompt was evicted from.
+        decode: the policy whose rule the steps followed.
+        total_budget, total_allocated: entries per KV head, summed over layers.
+        layer_budget, layer_allocated, layer_bytes: of every layer.
+        layer_peak_live: most slots ever occupied in the fullest head of every layer.
+        layer_peak_mean: most slots ever occupied in every layer, averaged over its heads. Where heads share a budget
+            (Ada-KV), this is what it limits.
     """
 
     budget: int
@@ -50,6 +58,14 @@ class CacheReport:
     prompt_survival: float
     pin_prompt: bool
     prefill_mode: str
+    decode: str
+    total_budget: int
+    total_allocated: int
+    layer_budget: tuple[int, ...]
+    layer_allocated: tuple[int, ...]
+    layer_bytes: tuple[int, ...]
+    layer_peak_live: tuple[int, ...]
+    layer_peak_mean: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -71,36 +87,73 @@ class Completion:
 
 @dataclass(frozen=True, eq=False)
 class Generator:
-    """Runs a model under one eviction policy and budget.
+    """Runs a model under an eviction policy and a budget, the same for all layers or one for each.
+
+    Every layer's cache has its own size; nothing is padded to the largest.
 
     Attributes:
         model: weights, configuration and tokenizer.
-        policy: from `policies.make`, or your own.
-        budget: entries per KV head; None gives every sequence as many as it can have tokens (the dense cache).
+        policy: from `policies.make`, or your own; or one per layer.
+        budget: entries per KV head, averaged over layers if the policy spreads it; or one number per layer; None gives
+            every sequence as many as it can have tokens (the dense cache).
         scorers: parameters of the policy, one per layer; None where it has none.
         pin_prompt: never evict the prompt.
+
+    Raises:
+        UserError: policies, budgets or scorers that are not one per layer, or a budget that leaves no pool.
     """
 
     model: LoadedModel
-    policy: Policy
-    budget: int | None
+    policy: Policy | Sequence[Policy]
+    budget: int | Sequence[int] | None
     scorers: Sequence[Any] | None = None
     pin_prompt: bool = False
     _compiled: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        layers = self.model.config.num_layers
+        for name, value in (("policy", self.policy), ("budget", self.budget), ("scorers", self.scorers)):
+            if isinstance(value, Sequence) and len(value) != layers:
+                raise UserError(f"{name} has {len(value)} entries; the model has {layers} layers")
         if self.budget is not None:
-            self.plan(0)  # Refuses an impossible budget before any work.
+            self.plans(0)  # Refuses an impossible budget before any work.
 
-    def plan(self, length: int) -> CachePlan:
+    @property
+    def policies(self) -> tuple[Policy, ...]:
+        """The policy of every layer."""
+        if isinstance(self.policy, Policy):
+            return (self.policy,) * self.model.config.num_layers
+        return tuple(self.policy)
+
+    def plans(self, length: int) -> tuple[CachePlan, ...]:
         """Sizes of each layer's cache for sequences of at most `length` tokens.
 
         Raises:
-            UserError: the budget leaves no pool.
+            UserError: a budget leaves no pool.
         """
         config = self.model.config
         entry_bytes = 2 * config.head_dim * self.model.params.embedding_VE.dtype.itemsize
-        return self.policy.plan(self.budget if self.budget is not None else length, config, entry_bytes)
+        if self.budget is None:
+            budgets = uniform_budgets(length, config.num_layers)
+        elif isinstance(self.budget, Sequence):
+            budgets = tuple(self.budget)
+        else:
+            spread = self.policy.layer_budgets if isinstance(self.policy, Policy) else uniform_budgets
+            budgets = spread(self.budget, config.num_layers)
+        return tuple(
+            policy.plan(budget, config, entry_bytes) for policy, budget in zip(self.policies, budgets, strict=True)
+        )
+
+    def check_prompt(self, length: int) -> None:
+        """Refuses to pin a prompt that would leave some layer no pool.
+
+        Raises:
+            UserError: naming both lengths.
+        """
+        if self.pin_prompt and self.budget is not None:
+            for plan in self.plans(0):
+                plan.for_prompt.check_prompt(length)
+                plan.check_prompt(length)
 
     def generate(
         self,
@@ -191,7 +244,7 @@ class Generator:
                 self.model.params, self._scorers(), caches, text_BT[:, t], position_B, length_B, seed_B
             )
             now = _usage(caches, length_B)
-            usage = replace(now, peak_live_B=jnp.maximum(usage.peak_live_B, now.peak_live_B))
+            usage = _higher(usage, now)
             yield logits_BV
         return self._reports(setup.plans, caches, usage)
 
@@ -209,14 +262,18 @@ class Generator:
         # Prompts are padded to a power of two, so that few shapes are ever compiled.
         bucket = max(SHORTEST_BUCKET, 1 << (max(lengths) - 1).bit_length())
         steps = -(-new_tokens // STEPS_PER_DISPATCH) * STEPS_PER_DISPATCH
-        plan = self.plan(bucket + steps)
-        if self.pin_prompt and self.budget is not None:
-            plan.check_prompt(max(lengths))
+        self.check_prompt(max(lengths))
+        plans = self.plans(bucket + steps)
+        for policy, plan in zip(self.policies, plans, strict=True):
+            if policy.decode == "dense" and plan.capacity < max(lengths) + new_tokens:
+                raise UserError(
+                    f"policy {policy.name} keeps everything: a budget of {plan.budget} cannot hold "
+                    f"{max(lengths)} + {new_tokens} tokens; give it no budget"
+                )
         token_BS = np.zeros((len(prompts), bucket), np.int32)
         for row, prompt in enumerate(prompts):
             token_BS[row, : len(prompt)] = prompt
-        N = self.model.config.num_layers
-        setup = Setup(self.model.config, (self.policy,) * N, (plan,) * N, self.pin_prompt)
+        setup = Setup(self.model.config, self.policies, plans, self.pin_prompt)
         return setup, jnp.asarray(token_BS), jnp.asarray(lengths, jnp.int32)
 
     def _scorers(self):
@@ -244,29 +301,45 @@ class Generator:
         return Completion(token_n[:end].tolist(), log_prob_n[:end].tolist(), reason, report)
 
     def _reports(self, plans, caches, usage):
-        plan = plans[0]
-        rows = len(usage.peak_live_B)
-        total = sum(leaf.nbytes for leaf in jax.tree.leaves(caches)) // rows
+        rows = len(usage.survival_B)
+        layer_bytes = tuple(sum(leaf.nbytes for leaf in jax.tree.leaves(cache)) // rows for cache in caches)
+        parts = ("budget", "sinks", "window", "pool", "state_entries", "scratch")
+        shared = dict(
+            {part: _mean_up([getattr(plan, part) for plan in plans]) for part in parts},
+            allocated=_mean_up([plan.slots for plan in plans]),
+            bytes=sum(layer_bytes),
+            pin_prompt=self.pin_prompt,
+            prefill_mode=_each_once(policy.prefill_mode for policy in self.policies),
+            decode=_each_once(policy.decode for policy in self.policies),
+            total_budget=sum(plan.budget for plan in plans),
+            total_allocated=sum(plan.slots for plan in plans),
+            layer_budget=tuple(plan.budget for plan in plans),
+            layer_allocated=tuple(plan.slots for plan in plans),
+            layer_bytes=layer_bytes,
+        )
+        peaks = (np.asarray(usage.peak_live_BN), np.asarray(usage.peak_mean_BN), np.asarray(usage.survival_B))
         return [
             CacheReport(
-                budget=plan.budget,
-                sinks=plan.sinks,
-                window=plan.window,
-                pool=plan.pool,
-                state_entries=plan.state_entries,
-                scratch=plan.scratch,
-                allocated=plan.slots,
-                peak_live=int(live),
-                bytes=total,
+                **shared,
+                peak_live=int(live_N.max()),
                 prompt_survival=float(share),
-                pin_prompt=self.pin_prompt,
-                prefill_mode=self.policy.prefill_mode,
+                layer_peak_live=tuple(live_N.tolist()),
+                layer_peak_mean=tuple(mean_N.tolist()),
             )
-            for live, share in zip(np.asarray(usage.peak_live_B), np.asarray(usage.survival_B), strict=True)
+            for live_N, mean_N, share in zip(*peaks, strict=True)
         ]
 
 
 _usage = jax.jit(decode.cache_usage)
+_higher = jax.jit(decode.higher_usage)
+
+
+def _mean_up(values):
+    return -(-sum(values) // len(values))
+
+
+def _each_once(words):
+    return ", ".join(dict.fromkeys(words))
 
 
 def _row_seeds(seeds, rows):

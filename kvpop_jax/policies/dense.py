@@ -1,9 +1,17 @@
-"""The full cache: nothing is evicted, because the budget is the longest sequence that may come."""
+"""The full cache: nothing is evicted, because the budget is the longest sequence that may come.
+
+As the first of two ("dense+h2o") it keeps the whole prompt whatever the budget, until the other cuts it.
+"""
+
+from dataclasses import replace
 
 import jax.numpy as jnp
 
-from kvpop_jax.policies.base import Policy, PolicySettings
-from kvpop_jax.policies.expiry_form import expiry_policy
+from kvpop_jax.policies.machinery.base import Policy
+from kvpop_jax.policies.machinery.expiry_form import expiry_policy
+from kvpop_jax.policies.machinery.keeping import keep_all
+from kvpop_jax.policies.machinery.prompt_attention import full_attention
+from kvpop_jax.policies.machinery.settings import PolicySettings
 
 
 def make(settings: PolicySettings) -> Policy:
@@ -16,4 +24,5 @@ def make(settings: PolicySettings) -> Policy:
     def recurrent(_, state, new, leaving, plan):
         return state, jnp.zeros(leaving.slot_BK.shape, jnp.float32)
 
-    return expiry_policy("dense", PolicySettings(sinks=0, window=1), parallel, recurrent)
+    form = expiry_policy("dense", PolicySettings(sinks=0, window=1), parallel, recurrent)
+    return replace(form, prefill=lambda _, prompt, plan: (full_attention(prompt), keep_all(prompt)))

@@ -6,8 +6,9 @@ and a window are protected as in every policy of this form: a new token with a l
 
 import jax.numpy as jnp
 
-from kvpop_jax.policies.base import Policy, PolicySettings
-from kvpop_jax.policies.expiry_form import expiry_policy
+from kvpop_jax.policies.machinery.base import Policy
+from kvpop_jax.policies.machinery.expiry_form import expiry_policy
+from kvpop_jax.policies.machinery.settings import PolicySettings
 
 
 def make(settings: PolicySettings) -> Policy:

@@ -5,8 +5,9 @@ has seen `w` tokens of its future. The priority is score + lambda * position (se
 """
 
 from kvpop_jax.errors import UserError
-from kvpop_jax.policies.base import Policy, PolicySettings
-from kvpop_jax.policies.expiry_form import expiry_policy
+from kvpop_jax.policies.machinery.base import Policy
+from kvpop_jax.policies.machinery.expiry_form import expiry_policy
+from kvpop_jax.policies.machinery.settings import PolicySettings
 
 
 def make(settings: PolicySettings) -> Policy:

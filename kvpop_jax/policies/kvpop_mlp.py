@@ -1,7 +1,8 @@
 """KVpop with a stateless scorer (arXiv 2607.05061, section on KVpop_mlp): an MLP on a token's own key and value."""
 
-from kvpop_jax.policies.base import Policy, PolicySettings
 from kvpop_jax.policies.kvpop import learned_policy
+from kvpop_jax.policies.machinery.base import Policy
+from kvpop_jax.policies.machinery.settings import PolicySettings
 
 
 def make(settings: PolicySettings) -> Policy:

@@ -2,76 +2,32 @@
 
 Attention is averaged over all query heads, so all KV heads of a layer keep the same tokens. Nothing is protected: the
 newest token competes too, as in the authors' code (kvpress keeps it). The prompt is cut once, after its attention, by
-the weights of its last query. A step attends over the budget and one scratch slot, then frees the weakest.
+the weights of its last query.
 """
 
-from dataclasses import replace
-
-import jax
 import jax.numpy as jnp
 
-from kvpop_jax.cache import PROTECTED, cache_from_prompt, choose_victim, place, plan_cache
-from kvpop_jax.policies.base import Policy, PolicySettings
-from pallas_kernels import NEVER, decode_attention, masked_attention
+from kvpop_jax.cache import plan_cache
+from kvpop_jax.policies.machinery.attend_then_evict import attend_then_evict
+from kvpop_jax.policies.machinery.base import Policy
+from kvpop_jax.policies.machinery.prompt_attention import mean_over_queries, window_attention
+from kvpop_jax.policies.machinery.settings import PolicySettings
 
 
 def make(settings: PolicySettings) -> Policy:
     """Keeps `budget` tokens; neither sinks nor window."""
-    return Policy(
-        name="tova",
-        signals=frozenset({"attention"}),
-        prefill_mode="one_shot",
-        plan=lambda budget, config, entry_bytes: plan_cache(
-            "tova", budget, sinks=0, window=0, state_bytes=0, entry_bytes=entry_bytes, scratch=1
-        ),
-        prefill=_prefill,
-        step=_step,
-        priorities=None,
-    )
+
+    def score_prompt(prompt, kept):
+        return _same_for_heads(window_attention(prompt, 1, mean_over_queries), prompt.k_BSKD.shape[2])
+
+    def rescore(cache, attention_BHC):
+        return _same_for_heads(attention_BHC, cache.k_BKCD.shape[1])
+
+    def plan(budget, config, entry_bytes):
+        return plan_cache("tova", budget, sinks=0, window=0, state_bytes=0, entry_bytes=entry_bytes, scratch=1)
+
+    return attend_then_evict("tova", plan, score_prompt, rescore)
 
 
-def _prefill(_, prompt, plan):
-    layout = prompt.layout
-    B, S, K, _D = prompt.k_BSKD.shape
-    never_BKS = jnp.full((B, K, S), NEVER)
-    o_BSHD, _lse = masked_attention(prompt.q_BSHD, prompt.k_BSKD, prompt.v_BSKD, never_BKS, layout.segment_BS)
-    length_B = jnp.sum(layout.segment_BS > 0, axis=1)
-    weight_BS = _last_query_attention(prompt, length_B)
-    weight_BS = jnp.where(layout.pinned_BS, PROTECTED, weight_BS)
-    weight_BS = jnp.where(layout.segment_BS > 0, weight_BS, -jnp.inf)
-    best_first_BS = jnp.argsort(-weight_BS, axis=1, stable=True)
-    rank_BS = jnp.argsort(best_first_BS, axis=1)
-    alive_BS = (rank_BS < plan.budget) & (layout.segment_BS > 0)
-    alive_BKS, priority_BKS = (jnp.repeat(x[:, None], K, axis=1) for x in (alive_BS, weight_BS))
-    return o_BSHD, cache_from_prompt(prompt.k_BSKD, prompt.v_BSKD, alive_BKS, priority_BKS, length_B, plan, ())
-
-
-def _step(_, cache, new, plan):
-    slot_BK = choose_victim(cache)
-    cache = place(cache, slot_BK, new.position_B)
-    o_BHD, _lse, k_BKCD, v_BKCD, attention_BHC = decode_attention(
-        new.q_BHD, cache.k_BKCD, cache.v_BKCD, cache.position_BKC, new.k_BKD, new.v_BKD, slot_BK,
-        return_probabilities=True,
-    )  # fmt: skip
-    pinned_BKC = (cache.position_BKC >= 0) & (cache.position_BKC < new.pinned_B[:, None, None])
-    priority_BKC = jnp.where(pinned_BKC, PROTECTED, jnp.mean(attention_BHC, axis=1)[:, None])
-    cache = replace(cache, k_BKCD=k_BKCD, v_BKCD=v_BKCD, priority_BKC=priority_BKC)
-    return o_BHD, _free_overflow(cache, plan.budget)
-
-
-def _free_overflow(cache, budget):
-    """Empties the weakest slot of every head that holds more than the budget."""
-    slots = cache.position_BKC.shape[-1]
-    over_BK1 = jnp.sum(cache.position_BKC >= 0, axis=-1, keepdims=True) > budget
-    weakest_BKC = jnp.arange(slots) == choose_victim(cache)[..., None]
-    return replace(cache, position_BKC=jnp.where(over_BK1 & weakest_BKC, -1, cache.position_BKC))
-
-
-def _last_query_attention(prompt, length_B):
-    """Attention of the last prompt token, averaged over all heads."""
-    B, _S, H, D = prompt.q_BSHD.shape
-    K = prompt.k_BSKD.shape[2]
-    q_BKGD = jnp.take_along_axis(prompt.q_BSHD, (length_B - 1)[:, None, None, None], axis=1).reshape(B, K, H // K, D)
-    s_BKGS = jnp.einsum("BKGD,BSKD->BKGS", q_BKGD, prompt.k_BSKD, preferred_element_type=jnp.float32) * D**-0.5
-    s_BKGS = jnp.where((prompt.layout.segment_BS > 0)[:, None, None], s_BKGS, -jnp.inf)
-    return jnp.mean(jax.nn.softmax(s_BKGS, axis=-1), axis=(1, 2))
+def _same_for_heads(attention_BHS, num_kv_heads):
+    return jnp.repeat(jnp.mean(attention_BHS, axis=1, keepdims=True), num_kv_heads, axis=1)

@@ -24,6 +24,7 @@ from kvpop_jax.eviction import (
     token_layout,
 )
 from kvpop_jax.models import DecoderParams, LayerInputs, ModelConfig
+from kvpop_jax.models.rope import rope_frequencies
 from kvpop_jax.policies import Prompt
 from kvpop_jax.scorers import Scorer
 from kvpop_jax.training.data import Batch
@@ -87,13 +88,15 @@ def student_hidden(
     """
     prompt_BS = batch.prompt_BS if student.pin_prompt else None
     layout = token_layout(batch.segment_BS, sinks=student.sinks, pool=pool_B, prompt_BS=prompt_BS)
+    frequency_D2 = jnp.asarray(rope_frequencies(config), jnp.float32)
     draw_key, query_key = jax.random.split(key)
     seed_B = jax.random.randint(draw_key, pool_B.shape, 0, 2**31 - 1)
     query_BS = _sample_queries(query_key, student.losses.target.query_share, batch.segment_BS)
 
     def attend(layer: Any, scorer_of_layer: Any, inputs: LayerInputs) -> tuple[Float[Array, "B S H D"], LayerMetrics]:
         q_BSHD, k_BSKD, v_BSKD = inputs.q_BTHD, inputs.k_BTKD, inputs.v_BTKD
-        view = Prompt(batch.token_BS, inputs.hidden_BTE, q_BSHD, k_BSKD, v_BSKD, layout, seed_B, layer)
+        tensors = inputs.hidden_BTE, q_BSHD, k_BSKD, v_BSKD
+        view = Prompt(batch.token_BS, *tensors, layout, seed_B, layer, frequency_D2)
         priority_BKS = student.priorities(scorer_of_layer, view)
         expiry_BKS = expiry_from_priority(lax.stop_gradient(priority_BKS), layout, student.window)
         o_BSHD, lse_BHS = masked_attention(q_BSHD, k_BSKD, v_BSKD, expiry_BKS, layout.segment_BS)

@@ -5,7 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from inference.tiny_model import CONFIG, tiny_model
+from inference.tiny_model import CONFIG, FREQUENCY_D2, tiny_model
 
 from kvpop_jax.cache import CachePlan
 from kvpop_jax.eviction import expiry_from_priority, token_layout
@@ -38,7 +38,7 @@ def parallel_logits(
         layout = _layout(np.ones_like(token_BT), plan.sinks, plan.pool, prompt_BT)
         seen = inputs[layer]
         tensors = seen.hidden_BTE, seen.q_BTHD, seen.k_BTKD, seen.v_BTKD
-        prompt = Prompt(jnp.asarray(token_BT), *tensors, layout, jnp.asarray(seed_B), layer)
+        prompt = Prompt(jnp.asarray(token_BT), *tensors, layout, jnp.asarray(seed_B), layer, FREQUENCY_D2)
         expiries[layer] = _expiry(_priorities(policy, scorer, prompt), layout, plan.window)
     logits_BTV, _ = _masked_pass(tiny_model().params, token_BT, expiries)
     visible = [(index_T <= index_T[:, None]) & (index_T[:, None] < x[:, :, None]) for x in map(np.asarray, expiries)]

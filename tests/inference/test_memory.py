@@ -16,8 +16,8 @@ BATCH, BUDGET = 2, 40
 def compiled_decode(name: str, length: int):
     """Memory of `decode_steps` after a prompt of `length` tokens that is to become twice as long, and cache bytes."""
     layers = CONFIG.num_layers
-    plan = Generator(tiny_model(), make_policy(name), None if name == "dense" else BUDGET).plan(2 * length)
-    setup = Setup(CONFIG, (make_policy(name),) * layers, (plan,) * layers, pin_prompt=False)
+    generator = Generator(tiny_model(), make_policy(name), None if name == "dense" else BUDGET)
+    setup = Setup(CONFIG, generator.policies, generator.plans(2 * length), pin_prompt=False)
     params, scorers = tiny_model().params, [random_scorer(name, layer) for layer in range(layers)]
     sampling = SamplingParams(max_new_tokens=length)
     row_B = jax.ShapeDtypeStruct((BATCH,), jnp.int32)

@@ -23,9 +23,9 @@ def test_teacher_forcing_gives_the_logits_of_one_parallel_pass_and_reports_its_c
             logits_nBV.append(np.asarray(next(reading)))
     except StopIteration as end:
         reports = end.value
-    plan = generator.plan(LENGTH)
+    plans = list(generator.plans(LENGTH))
     wanted_BTV, most_seen = parallel_logits(
-        [make_policy(name)] * 2, [plan] * 2, scorers, TOKEN_BT, np.array(SEEDS), np.full(2, prompt * pin_prompt)
+        [make_policy(name)] * 2, plans, scorers, TOKEN_BT, np.array(SEEDS), np.full(2, prompt * pin_prompt)
     )
     assert_close(np.stack(logits_nBV, axis=1), wanted_BTV[:, prompt - 1 : -1], 2e-5)
     for report in reports:

@@ -10,6 +10,7 @@ import numpy as np
 
 from kvpop_jax import policies
 from kvpop_jax.models import LoadedModel, ModelConfig, init_params
+from kvpop_jax.models.rope import rope_frequencies
 from kvpop_jax.policies import Policy, PolicySettings, model_dims
 from kvpop_jax.scorers import MLPSettings, MLSTMSettings, mlp_scorer, mlstm_scorer
 
@@ -38,6 +39,7 @@ SCORERS = {
     "kvpop_immediate": mlstm_scorer(MLSTMSettings(read="immediate"), model_dims(CONFIG)),
     "kvpop_mlp": mlp_scorer(MLPSettings(width=8), model_dims(CONFIG)),
 }
+FREQUENCY_D2 = rope_frequencies(CONFIG).astype(np.float32)
 ENTRY_BYTES = 2 * CONFIG.head_dim * 4
 
 

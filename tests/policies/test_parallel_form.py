@@ -10,6 +10,7 @@ from inference.parallel_pass import parallel_logits
 from inference.tiny_model import (
     CONFIG,
     ENTRY_BYTES,
+    FREQUENCY_D2,
     distinct_tokens,
     initial_scorer,
     make_policy,
@@ -21,7 +22,7 @@ from oracles import assert_close
 from kvpop_jax.cache import live_entries
 from kvpop_jax.eviction import token_layout
 from kvpop_jax.models import apply_layers, forward, unembed
-from kvpop_jax.policies import NewToken, Prompt
+from kvpop_jax.policies import NewToken, Prompt, read_prompt
 
 LENGTH, BUDGET, TOLERANCE = 56, 30, 2e-5
 TOKEN_BT = distinct_tokens(6, LENGTH)
@@ -54,16 +55,18 @@ def cached_logits(names, params, scorers, token_BT):
     (B, T), row_B, seed_B = token_BT.shape, jnp.arange(len(token_BT)), jnp.asarray(SEED_B)
     index_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
 
-    def read_prompt(layer, inputs):
-        layout = token_layout(
-            (index_BT < PROMPT_B[:, None]).astype(jnp.int32),
-            sinks=plans[layer].sinks,
-            pool=plans[layer].pool,
-            prompt_BS=index_BT < PINNED_PROMPT_B[:, None],
-        )
-        tensors = inputs.hidden_BTE, inputs.q_BTHD, inputs.k_BTKD, inputs.v_BTKD
-        prompt = Prompt(token_BT, *tensors, layout, seed_B, layer)
-        return policies[layer].prefill(scorers[layer], prompt, plans[layer])
+    def attend_to_prompt(layer, inputs):
+        def prompt_under(plan):
+            layout = token_layout(
+                (index_BT < PROMPT_B[:, None]).astype(jnp.int32),
+                sinks=plan.sinks,
+                pool=plan.pool,
+                prompt_BS=index_BT < PINNED_PROMPT_B[:, None],
+            )
+            tensors = inputs.hidden_BTE, inputs.q_BTHD, inputs.k_BTKD, inputs.v_BTKD
+            return Prompt(token_BT, *tensors, layout, seed_B, layer, FREQUENCY_D2)
+
+        return read_prompt(policies[layer], scorers[layer], prompt_under, plans[layer])
 
     def feed(carry, step):
         caches, logits_BTV = carry
@@ -73,15 +76,15 @@ def cached_logits(names, params, scorers, token_BT):
         def read_token(layer, inputs):
             pinned_B = jnp.maximum(PINNED_PROMPT_B, plans[layer].sinks)
             tensors = inputs.hidden_BTE, inputs.q_BTHD, inputs.k_BTKD, inputs.v_BTKD
-            new = NewToken(token_B, position_B, pinned_B, seed_B, *(x[:, 0] for x in tensors), layer)
+            new = NewToken(token_B, position_B, pinned_B, seed_B, *(x[:, 0] for x in tensors), layer, FREQUENCY_D2)
             o_BHD, cache = policies[layer].step(scorers[layer], caches[layer], new, plans[layer])
             return o_BHD[:, None], cache
 
         hidden_B1E, caches = apply_layers(CONFIG, params, token_B[:, None], position_B[:, None], read_token)
         logits_BTV = logits_BTV.at[row_B, position_B].set(unembed(CONFIG, params, hidden_B1E[:, 0]), mode="drop")
-        return (caches, logits_BTV), jnp.stack([live_entries(cache) for cache in caches])
+        return (caches, logits_BTV), jnp.stack([live_entries(cache).max(-1) for cache in caches])
 
-    hidden_BTE, caches = apply_layers(CONFIG, params, token_BT, index_BT, read_prompt)
+    hidden_BTE, caches = apply_layers(CONFIG, params, token_BT, index_BT, attend_to_prompt)
     first_BTV = jnp.where((index_BT == PROMPT_B[:, None] - 1)[..., None], unembed(CONFIG, params, hidden_BTE), 0)
     (_, logits_BTV), live_nNB = jax.lax.scan(feed, (caches, first_BTV), jnp.arange(T - 1))
     return logits_BTV, live_nNB

@@ -9,11 +9,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvpop_jax.cache import (
-    PROTECTED,
     CachePlan,
     LayerCache,
     Leaving,
@@ -26,7 +24,9 @@ from kvpop_jax.cache import (
 )
 from kvpop_jax.eviction import expiry_from_priority
 from kvpop_jax.models import ModelConfig
-from kvpop_jax.policies.base import NewToken, Policy, PolicySettings, Prompt
+from kvpop_jax.policies.machinery.base import Kept, NewToken, Policy, Prompt
+from kvpop_jax.policies.machinery.keeping import keep_best, prompt_length, protect
+from kvpop_jax.policies.machinery.settings import PolicySettings
 from pallas_kernels import decode_attention, masked_attention
 
 Parallel = Callable[[Any, Prompt], tuple[Float[Array, "B K S"], Any]]
@@ -67,28 +67,32 @@ def expiry_policy(
 
     return Policy(
         name=name,
+        decode=name,
         signals=signals,
         prefill_mode="expiry",
         plan=plan,
         prefill=partial(_prefill, parallel),
+        take_over=partial(_take_over, parallel),
         step=partial(_step, recurrent),
         priorities=lambda params, prompt: parallel(params, prompt)[0],
     )
 
 
-def _prefill(
-    parallel: Parallel, params: Any, prompt: Prompt, plan: CachePlan
-) -> tuple[Float[Array, "B S H D"], LayerCache]:
+def _prefill(parallel: Parallel, params: Any, prompt: Prompt, plan: CachePlan) -> tuple[Float[Array, "B S H D"], Kept]:
     layout = prompt.layout
-    priority_BKS, state = parallel(params, prompt)
+    priority_BKS, _state = parallel(params, prompt)
     expiry_BKS = expiry_from_priority(priority_BKS, layout, plan.window)
     o_BSHD, _lse = masked_attention(prompt.q_BSHD, prompt.k_BSKD, prompt.v_BSKD, expiry_BKS, layout.segment_BS)
-    in_prompt_BS = layout.segment_BS > 0
-    length_B = jnp.sum(in_prompt_BS, axis=1)
-    alive_BKS = in_prompt_BS[:, None] & (expiry_BKS >= length_B[:, None, None])
-    protected_BS = layout.pinned_BS | (layout.position_BS > length_B[:, None] - 1 - plan.window)
-    priority_BKS = jnp.where(protected_BS[:, None], PROTECTED, priority_BKS)
-    return o_BSHD, cache_from_prompt(prompt.k_BSKD, prompt.v_BSKD, alive_BKS, priority_BKS, length_B, plan, state)
+    alive_BKS = (layout.segment_BS > 0)[:, None] & (expiry_BKS >= prompt_length(prompt)[:, None, None])
+    return o_BSHD, Kept(alive_BKS, prompt.k_BSKD, prompt.v_BSKD)
+
+
+def _take_over(parallel: Parallel, params: Any, prompt: Prompt, kept: Kept, plan: CachePlan) -> LayerCache:
+    # Steps read keys and values from the cache, so the parallel form reads them as they were kept.
+    priority_BKS, state = parallel(params, replace(prompt, k_BSKD=kept.k_BSKD, v_BSKD=kept.v_BSKD))
+    priority_BKS = protect(priority_BKS, prompt, plan.window)
+    alive_BKS = keep_best(kept.alive_BKS, priority_BKS, plan.capacity)
+    return cache_from_prompt(kept.k_BSKD, kept.v_BSKD, alive_BKS, priority_BKS, prompt_length(prompt), plan, state)
 
 
 def _step(

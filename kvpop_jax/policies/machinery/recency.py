@@ -1,0 +1,36 @@
+"""The rule of StreamingLLM for policies that are more than it: beside pinned tokens, the oldest goes."""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvpop_jax.cache import PROTECTED, LayerCache, place, weakest
+from kvpop_jax.policies.machinery.base import NewToken, Prompt
+
+
+def age_priority(prompt: Prompt) -> Float[Array, "B K S"]:
+    """Every token's position."""
+    B, S, K, _D = prompt.k_BSKD.shape
+    return jnp.broadcast_to(prompt.layout.position_BS[:, None], (B, K, S)).astype(jnp.float32)
+
+
+def oldest(cache: LayerCache, new: NewToken) -> Int[Array, "B K"]:
+    """The slot of the oldest token that is not pinned."""
+    pinned_BKC = cache.position_BKC < new.pinned_B[:, None, None]
+    age_BKC = jnp.where(pinned_BKC, PROTECTED, cache.position_BKC.astype(jnp.float32))
+    return weakest(age_BKC, cache.position_BKC)
+
+
+def place_oldest(
+    cache: LayerCache, new: NewToken, capacity: int | Int[Array, "B K"]
+) -> tuple[LayerCache, Int[Array, "B K"]]:
+    """Puts the new token where the oldest is, or where nothing is while a head holds less than its capacity."""
+    empty_BKC = cache.position_BKC < 0
+    full_BK = jnp.sum(~empty_BKC, axis=-1) >= capacity
+    slot_BK = jnp.where(full_BK, oldest(cache, new), jnp.argmax(empty_BKC, axis=-1))
+    cache = place(cache, slot_BK, new.position_B)
+    # A token's priority is its age here too, the newest one's included.
+    chosen_BKC = jnp.arange(empty_BKC.shape[-1]) == slot_BK[..., None]
+    age_BKC = jnp.where(chosen_BKC, new.position_B[:, None, None].astype(jnp.float32), cache.priority_BKC)
+    return replace(cache, priority_BKC=age_BKC), slot_BK
