@@ -294,6 +294,8 @@ class TrainConfig:
         seed: Seed of initial weights, data order and sampled queries.
         method: "pretrain" minimises cross entropy of a dense model; "distill" trains under an eviction policy.
         freeze_base: Train the scorer only and leave the model as it is (method distill).
+        start_from: Export folder of an earlier distillation to go on from: its weights and its scorer, while the dense
+            model that teaches stays `model.source`. For budgets in stages: weights that learned a small one first.
         evaluate: After training, run the evaluation described by `eval` and print its table.
         steps: Optimizer steps.
         batch_size: Rows per step.
@@ -318,6 +320,7 @@ class TrainConfig:
     model: ModelSource
     method: Literal["pretrain", "distill"] = "distill"
     freeze_base: bool = False
+    start_from: str | None = None
     evaluate: bool = False
     output_dir: str = "runs"
     seed: int = 0
@@ -347,5 +350,7 @@ class TrainConfig:
         _require(divides, "accumulate", self.accumulate, f"a divisor of batch_size ({self.batch_size})")
         if self.method == "pretrain" and self.freeze_base:
             raise UserError("freeze_base leaves method pretrain nothing to train; use method distill")
+        if self.start_from is not None and (self.method == "pretrain" or self.freeze_base):
+            raise UserError("start_from is for method distill without freeze_base; elsewhere name it as model.source")
         if self.method == "distill" and self.model.source is None:
             raise UserError("model.source is null; method distill needs a trained model")

@@ -15,7 +15,7 @@ from kvpop_jax.models import DecoderParams, LoadedModel, fingerprint, load_model
 from kvpop_jax.policies import Policy, PolicySettings, model_dims
 from kvpop_jax.scorers import Scorer
 from kvpop_jax.training import distill
-from kvpop_jax.training.export import ScorerSettings, make_scorer, save_scorer
+from kvpop_jax.training.export import ScorerSettings, load_scorer, make_scorer, save_scorer
 from kvpop_jax.training.scan import stack_layers
 from kvpop_jax.training.setup import Setup, compute_dtype, export_model, make_optimizers, open_data
 from kvpop_jax.training.step import Groups
@@ -39,10 +39,7 @@ def prepare_distill(config: TrainConfig) -> Setup:
     if config.freeze_base and scorer is None:
         raise UserError(f"freeze_base leaves policy {config.policy.name} nothing to train; it has no scorer")
     plans = {budget: _plan(policy, model, budget, dtype) for budget in config.policy.budgets}
-    weights: Groups = {} if config.freeze_base else {"base": model.params}
-    if scorer is not None:
-        keys = jax.random.split(jax.random.key(config.seed), model.config.num_layers)
-        weights["scorer"] = [scorer.init(key) for key in keys]
+    weights = _starting_weights(config, model, scorer)
     if config.freeze_base:
         objective = distill.train_scorer(model.config, student, remat=config.remat)
         measure = distill.distance(model.config, student)
@@ -60,6 +57,31 @@ def prepare_distill(config: TrainConfig) -> Setup:
         data=open_data(config, model.tokenizer, longest_prompt=_longest_prompt(config, plans)),
         export=partial(_export, config, student, plans, replace(model, params=frozen)),
     )
+
+
+def _starting_weights(config: TrainConfig, model: LoadedModel, scorer: Scorer | None) -> Groups:
+    """The groups that are trained, as the run starts: the model's own and a new scorer, or an earlier run's."""
+    if config.start_from is not None:
+        return _earlier_weights(config, config.start_from, model, scorer)
+    weights: Groups = {} if config.freeze_base else {"base": model.params}
+    if scorer is not None:
+        keys = jax.random.split(jax.random.key(config.seed), model.config.num_layers)
+        weights["scorer"] = [scorer.init(key) for key in keys]
+    return weights
+
+
+def _earlier_weights(config: TrainConfig, folder: str, model: LoadedModel, scorer: Scorer | None) -> Groups:
+    earlier = load_model(folder, jnp.float32)
+    if replace(earlier.config, max_position=0) != replace(model.config, max_position=0):
+        raise UserError(f"start_from: {folder} holds another architecture than {config.model.source}")
+    weights: Groups = {"base": earlier.params}
+    if scorer is None:
+        return weights
+    loaded = load_scorer(folder, earlier, sinks=config.policy.sinks, window=config.policy.window)
+    shapes = jax.tree.map(jnp.shape, loaded.params[0])
+    if shapes != jax.tree.map(jnp.shape, jax.eval_shape(scorer.init, jax.random.key(0))):
+        raise UserError(f"start_from: the scorer of {folder} has other sizes than the one configured under scorer")
+    return weights | {"scorer": loaded.params}
 
 
 def _scorer_settings(config: TrainConfig) -> ScorerSettings | None:
