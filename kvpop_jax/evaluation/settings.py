@@ -13,6 +13,7 @@ class EvalSettings:
     Attributes:
         policies: Names of the policies to compare (`eval.py --list` prints them). `dense` keeps everything, is run once
             and not per budget, and is what "retained" divides by.
+        plan: Plan files of `calibrate.py` (PolyKV), each run as one more policy at the budget it was made for.
         budgets: Budgets in entries per KV head: sinks + window + pool + what the policy's own state occupies.
         tasks: Names of tasks, or of groups that stand for all of theirs (`eval.py --list` prints them).
         problems: Problems per task; null takes the task's own number (every row of a data file).
@@ -45,6 +46,7 @@ class EvalSettings:
     """
 
     policies: tuple[str, ...] = ("dense", "streaming_llm", "tova", "random", "kvpop")
+    plan: tuple[str, ...] = ()
     budgets: tuple[int, ...] = (256, 128)
     tasks: tuple[str, ...] = ("tiny_math",)
     problems: int | None = None

@@ -48,6 +48,22 @@ class LoadedScorer:
     pin_prompt: bool
     fingerprint: str
 
+    def check_sizes(self, *, sinks: int, window: int, budgets: Sequence[int]) -> None:
+        """Refuses sizes that it was not trained with.
+
+        Raises:
+            UserError: naming the first that differs.
+        """
+        for size, asked in (("sinks", sinks), ("window", window)):
+            if asked != getattr(self, size):
+                raise UserError(
+                    f"{size} is {asked}; the scorer of {self.policy} was trained with {getattr(self, size)}"
+                )
+        for budget in budgets:
+            if budget not in self.budgets:
+                known = ", ".join(map(str, self.budgets))
+                raise UserError(f"a budget is {budget}; the scorer of {self.policy} was trained for {known}")
+
 
 def make_scorer(settings: ScorerSettings, dims: ScorerDims) -> Scorer:
     """The scorer that the settings describe, for a model of those sizes."""
