@@ -62,7 +62,9 @@ class LoadedScorer:
         for budget in budgets:
             if budget not in self.budgets:
                 known = ", ".join(map(str, self.budgets))
-                raise UserError(f"a budget is {budget}; the scorer of {self.policy} was trained for {known}")
+                raise UserError(
+                    f"a budget of {budget} was asked for; the scorer of {self.policy} was trained for {known}"
+                )
 
 
 def make_scorer(settings: ScorerSettings, dims: ScorerDims) -> Scorer:
