@@ -20,7 +20,7 @@ from kvpop_jax.evaluation.tasks.base import encode_prompt
 from kvpop_jax.inference import SamplingParams
 from kvpop_jax.models import LoadedModel, load_model
 from kvpop_jax.polykv import read_plan
-from kvpop_jax.training.export import LoadedScorer, load_scorer
+from kvpop_jax.scorers.files import LoadedScorer, load_scorer
 
 DESCRIPTION = """Evaluate a model under cache budgets, or generate with one (--prompt). --list prints the policies,
 tasks and groups of tasks. --config takes a file of the fields below, or the one of a training, whose `eval` section

@@ -11,7 +11,7 @@ from kvpop_jax.inference import Generator
 from kvpop_jax.models import LoadedModel
 from kvpop_jax.policies import Policy, PolicySettings, compose
 from kvpop_jax.polykv.plan import Plan, read_plan
-from kvpop_jax.training.export import LoadedScorer
+from kvpop_jax.scorers.files import LoadedScorer
 
 DEFAULT_SINKS, DEFAULT_WINDOW = 4, 32  # of an evaluation without a scorer, whose own sizes would count
 
@@ -118,7 +118,7 @@ def _layers(made: _Made, model: LoadedModel) -> list[Any] | None:
 def _planned(plan: Plan, model: LoadedModel, settings: EvalSettings, scorers: Mapping[str, LoadedScorer]) -> Contestant:
     """A PolyKV plan as one contestant. Layers with the same choice share a policy."""
     plan.check_model(model)
-    chosen = PolicySettings(plan.sinks, plan.window)
+    chosen = PolicySettings(plan.sinks, plan.window, methods=settings.methods)
     made = {}
     for layer in plan.layers:
         budgets = [layer.budget] if layer.prefill_budget is None else [layer.budget, layer.prefill_budget]
@@ -148,6 +148,7 @@ def policy_settings(settings: EvalSettings, scorers: Mapping[str, LoadedScorer],
         sinks=sinks if settings.sinks is None else settings.sinks,
         window=window if settings.window is None else settings.window,
         scorer=None if own is None else own.scorer,
+        methods=settings.methods,
     )
 
 

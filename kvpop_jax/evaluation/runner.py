@@ -23,7 +23,7 @@ from kvpop_jax.evaluation.rows import Row, differences, summarise
 from kvpop_jax.evaluation.settings import EvalSettings
 from kvpop_jax.models import LoadedModel
 from kvpop_jax.polykv import draw_plan, read_plan
-from kvpop_jax.training.export import LoadedScorer
+from kvpop_jax.scorers.files import LoadedScorer
 
 SCHEMA_VERSION = 1
 REFRESH_SECONDS = 0.5

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvpop_jax.errors import UserError
+from kvpop_jax.policies.machinery.settings import MethodSettings
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class EvalSettings:
             lengths hold the answer too).
         depths: Where `passkey` hides its key, as fractions of the text before it.
         prefix: Share of an `lm` window that is read as the prompt; the rest is scored token by token.
+        methods: Hyper-parameters of the published policies.
     """
 
     policies: tuple[str, ...] = ("dense", "streaming_llm", "tova", "random", "kvpop")
@@ -71,6 +73,7 @@ class EvalSettings:
     lengths: tuple[int, ...] = (1024,)
     depths: tuple[float, ...] = (0.1, 0.5, 0.9)
     prefix: float = 0.5
+    methods: MethodSettings = MethodSettings()
 
     def __post_init__(self) -> None:
         for name in ("policies", "tasks"):

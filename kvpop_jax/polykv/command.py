@@ -20,8 +20,8 @@ from kvpop_jax.polykv.measure import Candidate, Signals, measure
 from kvpop_jax.polykv.picture import draw_plan
 from kvpop_jax.polykv.plan import PHASES, Plan, read_plan, write_plan
 from kvpop_jax.polykv.settings import CalibrateSettings
+from kvpop_jax.scorers.files import LoadedScorer
 from kvpop_jax.training.documents import encode
-from kvpop_jax.training.export import LoadedScorer
 from kvpop_jax.training.sources import open_source
 
 DESCRIPTION = """Choose an eviction policy and a budget for every layer of a model (PolyKV), offline; `eval.py --plan`
@@ -131,7 +131,9 @@ def _candidate(
     scorer = scorers.get(name)
     if scorer is not None:
         scorer.check_sizes(sinks=sinks, window=window, budgets=(settings.budget,))
-    policy = policies.make(name, PolicySettings(sinks, window, None if scorer is None else scorer.scorer))
+    policy = policies.make(
+        name, PolicySettings(sinks, window, None if scorer is None else scorer.scorer, settings.methods)
+    )
     return Candidate(policy, None if scorer is None else scorer.params)
 
 

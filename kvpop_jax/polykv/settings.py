@@ -5,6 +5,7 @@ from typing import Literal
 
 from kvpop_jax import policies
 from kvpop_jax.errors import UserError
+from kvpop_jax.policies import MethodSettings
 
 UNIFORM_BELOW = 512
 """Average budget from which `budgets: auto` allocates by sensitivity: below, equal budgets did better (PolyKV v1)."""
@@ -40,6 +41,7 @@ class CalibrateSettings:
         dtype: Type of weights and cache: auto is bfloat16 on accelerators and float32 on CPU.
         paths: JSONL or Parquet files, or folders of them, as training reads them; none generates tiny_math problems
             (its training split). Documents shorter than prompt and continuation are passed over.
+        methods: Hyper-parameters of the published policies.
     """
 
     model: str | None = None
@@ -62,6 +64,7 @@ class CalibrateSettings:
     seed: int = 0
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     paths: tuple[str, ...] = ()
+    methods: MethodSettings = MethodSettings()
 
     def __post_init__(self) -> None:
         if self.model is None:

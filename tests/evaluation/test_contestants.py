@@ -7,7 +7,7 @@ from kvpop_jax.errors import UserError
 from kvpop_jax.evaluation.contestants import contestants_of
 from kvpop_jax.evaluation.settings import EvalSettings
 from kvpop_jax.polykv import LayerChoice, Plan, write_plan
-from kvpop_jax.training.export import LoadedScorer
+from kvpop_jax.scorers.files import LoadedScorer
 
 PARAMS = {name: [random_scorer(name, layer) for layer in range(CONFIG.num_layers)] for name in ("kvpop", "kvpop_mlp")}
 TRAINED = {

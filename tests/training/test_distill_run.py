@@ -21,8 +21,8 @@ from kvpop_jax.config import (
 from kvpop_jax.errors import UserError
 from kvpop_jax.models import ModelConfig, init_params, load_model, load_tokenizer, save_model
 from kvpop_jax.scorers import MLPSettings
+from kvpop_jax.scorers.files import load_scorer
 from kvpop_jax.training import loop
-from kvpop_jax.training.export import load_scorer
 from kvpop_jax.training.setup_distill import prepare_distill
 
 TINY_MATH = Path(__file__).parents[2] / "assets" / "qwen3-tiny-math"
