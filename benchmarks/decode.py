@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvpop_jax import cli, policies
-from kvpop_jax.cache import LayerCache
+from kvpop_jax.cache import LayerCache, entry_bytes
 from kvpop_jax.errors import UserError
 from kvpop_jax.inference import SamplingParams, decode
 from kvpop_jax.inference.decode import CacheUsage, DecodeState, Setup
@@ -142,14 +142,14 @@ def program(
     """A function that runs `steps` steps and waits, and the bytes of all caches."""
     scorer = _scorers(config).get(name)
     policy = policies.make(name, PolicySettings(4, options.window, scorer))
-    entry_bytes = 2 * config.head_dim * params.embedding_VE.dtype.itemsize
+    size = entry_bytes(config.head_dim, params.embedding_VE.dtype)
     budget = options.position + (options.rounds + 2) * options.steps if name == "dense" else options.budget
     budgets = policy.layer_budgets(budget, config.num_layers)
-    plans = tuple(policy.plan(each, config, entry_bytes) for each in budgets)
+    plans = tuple(policy.plan(each, config, size) for each in budgets)
     setup = Setup(config, (policy,) * config.num_layers, plans, pin_prompt=False)
     own = [None if scorer is None else scorer.init(jax.random.key(n)) for n in range(config.num_layers)]
     state = filled_state(setup, params, own, batch, options.position)
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(state.caches))
+    cache_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state.caches))
     sampling = SamplingParams(temperature=0.0, max_new_tokens=1 << 19)
     steps = jax.jit(partial(decode.decode_steps, setup, sampling=sampling, steps=options.steps), donate_argnums=(2,))
 
@@ -158,7 +158,7 @@ def program(
         state, tokens, _ = steps(params, own, state)
         jax.block_until_ready(tokens)
 
-    return run, size
+    return run, cache_bytes
 
 
 def filled_state(setup: Setup, params: DecoderParams, own: list[Any], batch: int, position: int) -> DecodeState:

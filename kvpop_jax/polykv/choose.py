@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from kvpop_jax.cache import entry_bytes
 from kvpop_jax.errors import UserError
 from kvpop_jax.models import LoadedModel
 from kvpop_jax.policies import Policy, compose
@@ -64,9 +65,9 @@ def _budgets(
     window: int,
 ) -> list[int]:
     N, budget = len(pairs), settings.budget
-    entry_bytes = 2 * model.config.head_dim * model.params.embedding_VE.dtype.itemsize
+    size = entry_bytes(model.config.head_dim, model.dtype)
     for policy in set(made):
-        policy.plan(budget, model.config, entry_bytes)  # Refuses a budget that leaves it no pool.
+        policy.plan(budget, model.config, size)  # Refuses a budget that leaves it no pool.
     if settings.budget_signal == "uniform":
         return [budget] * N
     if settings.budget_signal == "ppl" and not signals.ppl:
@@ -80,18 +81,18 @@ def _budgets(
     shared = allocate(
         [score_N[layer] for layer in free],
         budget * len(free),
-        [_least(made[layer], least, budget, model, entry_bytes) for layer in free],
+        [_least(made[layer], least, budget, model, size) for layer in free],
         settings.prompt_tokens + settings.continuation_tokens,
     )
     by_layer = dict(zip(free, shared, strict=True))
     return [by_layer.get(layer, budget) for layer in range(N)]
 
 
-def _least(policy: Policy, least: int, budget: int, model: LoadedModel, entry_bytes: int) -> int:
+def _least(policy: Policy, least: int, budget: int, model: LoadedModel, size: int) -> int:
     """The smallest budget from `least` on that leaves the policy a pool; `budget` itself does."""
     for entries in range(least, budget):
         try:
-            policy.plan(entries, model.config, entry_bytes)
+            policy.plan(entries, model.config, size)
         except UserError:
             continue
         return entries

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvpop_jax import cli, policies
+from kvpop_jax.cache import entry_bytes
 from kvpop_jax.config import DataConfig
 from kvpop_jax.errors import UserError
 from kvpop_jax.evaluation.command import load_scorers
@@ -52,10 +53,10 @@ def main(argv: Sequence[str]) -> int:
         for phase in PHASES
     }
     # Before the long work: a budget that some candidate cannot work with.
-    entry_bytes = 2 * model.config.head_dim * model.params.embedding_VE.dtype.itemsize
+    size = entry_bytes(model.config.head_dim, model.dtype)
     for of_phase in candidates.values():
         for candidate in of_phase.values():
-            candidate.policy.plan(settings.budget, model.config, entry_bytes)
+            candidate.policy.plan(settings.budget, model.config, size)
     start = time.perf_counter()
     signals, data = _reused(settings, model) if settings.reuse else _measured(settings, model, candidates)
     layers = choose(settings, model, candidates, signals, sinks=sinks, window=window)

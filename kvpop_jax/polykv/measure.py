@@ -12,6 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 from kvpop_jax import policies
+from kvpop_jax.cache import entry_bytes
 from kvpop_jax.models import LoadedModel
 from kvpop_jax.policies import Policy, PolicySettings, compose
 from kvpop_jax.polykv.plan import PHASES
@@ -135,8 +136,8 @@ def _replay(
 ) -> Any:
     dense = policies.make("dense", PolicySettings())
     policy = alone(candidate.policy, dense, phase, budget)
-    entry_bytes = 2 * model.config.head_dim * model.params.embedding_VE.dtype.itemsize
-    plan = policy.plan(length if phase == "prefill" else budget, model.config, entry_bytes)
+    size = entry_bytes(model.config.head_dim, model.dtype)
+    plan = policy.plan(length if phase == "prefill" else budget, model.config, size)
     return make_replay(model.config, policy, plan, prompt=prompt, perplexity=perplexity)
 
 

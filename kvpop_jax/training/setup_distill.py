@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from kvpop_jax import policies
-from kvpop_jax.cache import CachePlan
+from kvpop_jax.cache import CachePlan, entry_bytes
 from kvpop_jax.config import TrainConfig
 from kvpop_jax.errors import UserError
 from kvpop_jax.models import DecoderParams, LoadedModel, fingerprint, load_model
@@ -103,8 +103,7 @@ def _stacked(params: DecoderParams, dtype: jnp.dtype) -> DecoderParams:
 
 
 def _plan(policy: Policy, model: LoadedModel, budget: int, dtype: jnp.dtype) -> CachePlan:
-    entry_bytes = 2 * model.config.head_dim * dtype.itemsize
-    return policy.plan(budget, model.config, entry_bytes)
+    return policy.plan(budget, model.config, entry_bytes(model.config.head_dim, dtype))
 
 
 def _longest_prompt(config: TrainConfig, plans: dict[int, CachePlan]) -> int | None:
