@@ -4,7 +4,7 @@
 - `layer`: the slots and what happens to them (`LayerCache`).
 """
 
-from kvpop_jax.cache.budget import CachePlan, plan_cache
+from kvpop_jax.cache.budget import CachePlan, entry_bytes, plan_cache
 from kvpop_jax.cache.layer import (
     PROTECTED,
     LayerCache,
@@ -26,6 +26,7 @@ __all__ = [
     "Leaving",
     "cache_from_prompt",
     "choose_victim",
+    "entry_bytes",
     "leaving_token",
     "live_entries",
     "place",

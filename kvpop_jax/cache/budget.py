@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
 from kvpop_jax.errors import UserError
 
 
@@ -60,6 +63,11 @@ class CachePlan:
                 f"pin_prompt: a prompt of {length} tokens leaves no pool in a budget of {self.budget}; "
                 f"it may have {longest} (window {self.window}, policy state {self.state_entries})"
             )
+
+
+def entry_bytes(head_dim: int, dtype: DTypeLike) -> int:
+    """Bytes of one entry: a key and a value of one head."""
+    return 2 * head_dim * jnp.dtype(dtype).itemsize
 
 
 def plan_cache(

@@ -19,7 +19,8 @@ from kvpop_jax.evaluation.settings import EvalSettings
 from kvpop_jax.evaluation.tasks.base import encode_prompt
 from kvpop_jax.inference import SamplingParams
 from kvpop_jax.models import LoadedModel, load_model
-from kvpop_jax.training.export import LoadedScorer, load_scorer
+from kvpop_jax.polykv import read_plan
+from kvpop_jax.scorers.files import LoadedScorer, load_scorer
 
 DESCRIPTION = """Evaluate a model under cache budgets, or generate with one (--prompt). --list prints the policies,
 tasks and groups of tasks. --config takes a file of the fields below, or the one of a training, whose `eval` section
@@ -125,7 +126,8 @@ def check(command: EvalCommand) -> None:
     """Refuses what can be seen to be wrong without the model.
 
     Raises:
-        UserError: No model, an unknown policy or task, a learned policy without any scorer, or a missing data file.
+        UserError: No model, an unknown policy or task, a learned policy without any scorer, an unreadable plan, or a
+            missing data file.
     """
     if command.model is None:
         raise UserError("model is missing: name a folder, GGUF file or hub id with --model, or a training's --config")
@@ -133,6 +135,8 @@ def check(command: EvalCommand) -> None:
         policies.check(name)
         if not command.scorer:
             policies.make(name, policy_settings(command, {}, name))
+    for path in command.plan:
+        read_plan(path)
     if command.prompt is None:
         for task in tasks.select(command.tasks):
             task.check(command)

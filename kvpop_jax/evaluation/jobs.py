@@ -1,5 +1,6 @@
 """One unit of work: one problem, or one text window, under one policy at one budget."""
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -44,6 +45,7 @@ def conditions(contestant: Contestant, task: str, model: LoadedModel, settings: 
         "window": contestant.window,
         "pin_prompt": settings.pin_prompt,
         "scorer": contestant.scorer_fingerprint,
+        "methods": dataclasses.asdict(settings.methods),
     }
 
 

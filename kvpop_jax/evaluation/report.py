@@ -42,6 +42,7 @@ def write_report(
     differences: Sequence[Difference],
     conditions: str,
     averages: Sequence[Average] = (),
+    pictures: Sequence[Path] = (),
 ) -> Path:
     """Writes report.md and one plot per task into the folder.
 
@@ -68,6 +69,9 @@ def write_report(
         plot = plot_task(folder, task, rows)
         if plot is not None:
             lines += ["", f"![{task}: value against compression]({plot.name})"]
+    if pictures:
+        lines += ["", "## Plans", "", "Policy of every layer in both phases, and entries per KV head."]
+        lines += [f"\n![{picture.stem}]({picture.name})" for picture in pictures]
     if differences:
         lines += ["", f"## {differences[0].reference} minus the others, at equal budgets", ""]
         lines += ["Paired on problems; an interval that excludes 0 tells the two apart.", ""]

@@ -41,6 +41,8 @@ class Row:
         scratch: Slots a step needs beyond the budget.
         peak_live, allocated: Most entries per KV head that were ever live, and slots allocated.
         cache_bytes: Bytes of one sequence's cache with the policy's state, all layers.
+        total_budget: Entries per KV head, summed over layers: two rows are compared only at equal totals.
+        layer_budget, layer_peak_live, layer_allocated, layer_bytes: The same by layer.
     """
 
     model: str
@@ -72,6 +74,11 @@ class Row:
     peak_live: int
     allocated: int
     cache_bytes: int
+    total_budget: int
+    layer_budget: tuple[int, ...]
+    layer_peak_live: tuple[int, ...]
+    layer_allocated: tuple[int, ...]
+    layer_bytes: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -187,7 +194,15 @@ def _row(
         peak_live=max(rollout.cache["peak_live"] for rollout in rollouts),
         allocated=max(rollout.cache["allocated"] for rollout in rollouts),
         cache_bytes=max(rollout.cache["bytes"] for rollout in rollouts),
+        total_budget=first.cache["total_budget"],
+        layer_budget=tuple(first.cache["layer_budget"]),
+        **{part: _largest(rollouts, part) for part in ("layer_peak_live", "layer_allocated", "layer_bytes")},
     )
+
+
+def _largest(rollouts: list[Rollout], part: str) -> tuple[int, ...]:
+    """Layer by layer the largest of any rollout."""
+    return tuple(map(max, zip(*(rollout.cache[part] for rollout in rollouts), strict=True)))
 
 
 def _estimate(rollouts: list[Rollout], metric: str, seed: int) -> Estimate:

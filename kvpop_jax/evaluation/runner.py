@@ -22,7 +22,8 @@ from kvpop_jax.evaluation.report import write_report
 from kvpop_jax.evaluation.rows import Row, differences, summarise
 from kvpop_jax.evaluation.settings import EvalSettings
 from kvpop_jax.models import LoadedModel
-from kvpop_jax.training.export import LoadedScorer
+from kvpop_jax.polykv import draw_plan, read_plan
+from kvpop_jax.scorers.files import LoadedScorer
 
 SCHEMA_VERSION = 1
 REFRESH_SECONDS = 0.5
@@ -141,7 +142,8 @@ def _write(
         "averages": [dataclasses.asdict(average) for average in averaged],
     }
     (output / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    write_report(output, rows, compared, _conditions(model, settings, complete), averaged)
+    pictures = [draw_plan(plan, output / f"plan_{plan.name}.png") for plan in map(read_plan, settings.plan)]
+    write_report(output, rows, compared, _conditions(model, settings, complete), averaged, pictures)
     return rows
 
 

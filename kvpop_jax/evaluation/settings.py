@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvpop_jax.errors import UserError
+from kvpop_jax.policies.machinery.settings import MethodSettings
 
 
 @dataclass(frozen=True)
@@ -13,6 +14,7 @@ class EvalSettings:
     Attributes:
         policies: Names of the policies to compare (`eval.py --list` prints them). `dense` keeps everything, is run once
             and not per budget, and is what "retained" divides by.
+        plan: Plan files of `calibrate.py` (PolyKV), each run as one more policy at the budget it was made for.
         budgets: Budgets in entries per KV head: sinks + window + pool + what the policy's own state occupies.
         tasks: Names of tasks, or of groups that stand for all of theirs (`eval.py --list` prints them).
         problems: Problems per task; null takes the task's own number (every row of a data file).
@@ -42,9 +44,11 @@ class EvalSettings:
             lengths hold the answer too).
         depths: Where `passkey` hides its key, as fractions of the text before it.
         prefix: Share of an `lm` window that is read as the prompt; the rest is scored token by token.
+        methods: Hyper-parameters of the published policies.
     """
 
     policies: tuple[str, ...] = ("dense", "streaming_llm", "tova", "random", "kvpop")
+    plan: tuple[str, ...] = ()
     budgets: tuple[int, ...] = (256, 128)
     tasks: tuple[str, ...] = ("tiny_math",)
     problems: int | None = None
@@ -69,6 +73,7 @@ class EvalSettings:
     lengths: tuple[int, ...] = (1024,)
     depths: tuple[float, ...] = (0.1, 0.5, 0.9)
     prefix: float = 0.5
+    methods: MethodSettings = MethodSettings()
 
     def __post_init__(self) -> None:
         for name in ("policies", "tasks"):

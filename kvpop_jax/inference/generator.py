@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvpop_jax.cache import CachePlan
+from kvpop_jax.cache import CachePlan, entry_bytes
 from kvpop_jax.errors import UserError
 from kvpop_jax.inference import decode
 from kvpop_jax.inference.decode import Setup
@@ -132,7 +132,7 @@ class Generator:
             UserError: a budget leaves no pool.
         """
         config = self.model.config
-        entry_bytes = 2 * config.head_dim * self.model.params.embedding_VE.dtype.itemsize
+        size = entry_bytes(config.head_dim, self.model.dtype)
         if self.budget is None:
             budgets = uniform_budgets(length, config.num_layers)
         elif isinstance(self.budget, Sequence):
@@ -140,9 +140,7 @@ class Generator:
         else:
             spread = self.policy.layer_budgets if isinstance(self.policy, Policy) else uniform_budgets
             budgets = spread(self.budget, config.num_layers)
-        return tuple(
-            policy.plan(budget, config, entry_bytes) for policy, budget in zip(self.policies, budgets, strict=True)
-        )
+        return tuple(policy.plan(budget, config, size) for policy, budget in zip(self.policies, budgets, strict=True))
 
     def check_prompt(self, length: int) -> None:
         """Refuses to pin a prompt that would leave some layer no pool.

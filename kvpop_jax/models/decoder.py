@@ -132,7 +132,7 @@ def apply_layer(
     rotation: Rotation,
 ) -> tuple[Float[Array, "B T E"], Any]:
     """One layer: attention and feed-forward on the residual stream, and what `attend` returned beside its output."""
-    o_BTHD, extra = attend(_layer_inputs(config, layer, residual_BTE, rotation))
+    o_BTHD, extra = attend(layer_inputs(config, layer, residual_BTE, rotation))
     batch, length, _ = residual_BTE.shape
     residual_BTE = residual_BTE + o_BTHD.reshape(batch, length, -1) @ layer.o_proj
 
@@ -141,9 +141,10 @@ def apply_layer(
     return residual_BTE + gated_BTF @ layer.down_proj, extra
 
 
-def _layer_inputs(
+def layer_inputs(
     config: ModelConfig, layer: LayerParams, residual_BTE: Float[Array, "B T E"], rotation: Rotation
 ) -> LayerInputs:
+    """What a layer's attention reads, from the residual stream that enters the layer."""
     batch, length, _ = residual_BTE.shape
     x_BTE = rms_norm(residual_BTE, layer.attention_norm_E, config.rms_norm_eps)
     q_BTHD = (x_BTE @ layer.q_proj).reshape(batch, length, config.num_heads, config.head_dim)

@@ -32,6 +32,11 @@ class LoadedModel:
     fingerprint: str
     """SHA-256 of the weight files' bytes: which base model a scorer was trained on."""
 
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of the weights, and so of the cache."""
+        return self.params.embedding_VE.dtype
+
 
 def load_model(source: str, dtype: DTypeLike | None = None) -> LoadedModel:
     """Load a model.

@@ -11,7 +11,6 @@ from kvpop_jax.policies.machinery.base import (
     NewToken,
     Policy,
     Prompt,
-    model_dims,
     read_prompt,
     uniform_budgets,
 )
@@ -31,7 +30,6 @@ __all__ = [
     "compose",
     "expiry_policy",
     "make",
-    "model_dims",
     "names",
     "read_prompt",
     "uniform_budgets",

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from kvpop_jax.models import ModelConfig
+
 DecayMode = Literal["learned", "frozen", "zero"]
 """Whether lambda, the age decay, is trained, kept at its start, or absent."""
 
@@ -21,6 +23,11 @@ class ScorerDims:
     hidden_size: int
     num_kv_heads: int
     head_dim: int
+
+
+def dims_of(config: ModelConfig) -> ScorerDims:
+    """The sizes of a model."""
+    return ScorerDims(config.hidden_size, config.num_kv_heads, config.head_dim)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,5 @@
 - `student`: the attention function of a model under an eviction policy, with the scorer's loss.
 - `optimizer`, `step`: two groups of weights (optax); the compiled steps.
 - `checkpoint`, `metrics`: resuming (Orbax); JSONL, TensorBoard and progress.
-- `export`: the scorer as files, tied to its base model.
 - `loop`: what `train.py` runs.
 """

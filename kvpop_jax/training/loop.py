@@ -18,9 +18,9 @@ from kvpop_jax import cli
 from kvpop_jax.config import TrainConfig
 from kvpop_jax.errors import UserError
 from kvpop_jax.models import load_model
+from kvpop_jax.scorers.files import load_scorer
 from kvpop_jax.training import checkpoint
 from kvpop_jax.training.data import to_batch
-from kvpop_jax.training.export import load_scorer
 from kvpop_jax.training.metrics import Recorder, check_finite, open_recorder
 from kvpop_jax.training.setup import Setup, prepare_pretrain
 from kvpop_jax.training.setup_distill import prepare_distill

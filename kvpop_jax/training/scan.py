@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from kvpop_jax.models import DecoderParams, LayerInputs, ModelConfig, rms_norm, rope_rotation
-from kvpop_jax.models.decoder import apply_layer
+from kvpop_jax.models import DecoderParams, LayerInputs, ModelConfig, apply_layer, rms_norm, rope_rotation
 
 ScannedAttend = Callable[[Int[Array, ""], Any, LayerInputs], tuple[Float[Array, "B T H D"], Any]]
 """(layer index, what belongs to the layer, inputs) -> attention output and a pytree of arrays."""

@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from kvpop_jax import policies
-from kvpop_jax.cache import CachePlan
+from kvpop_jax.cache import CachePlan, entry_bytes
 from kvpop_jax.config import TrainConfig
 from kvpop_jax.errors import UserError
 from kvpop_jax.models import DecoderParams, LoadedModel, fingerprint, load_model
-from kvpop_jax.policies import Policy, PolicySettings, model_dims
-from kvpop_jax.scorers import Scorer
+from kvpop_jax.policies import Policy, PolicySettings
+from kvpop_jax.scorers import Scorer, dims_of
+from kvpop_jax.scorers.files import ScorerSettings, load_scorer, make_scorer, save_scorer
 from kvpop_jax.training import distill
-from kvpop_jax.training.export import ScorerSettings, load_scorer, make_scorer, save_scorer
 from kvpop_jax.training.scan import stack_layers
 from kvpop_jax.training.setup import Setup, compute_dtype, export_model, make_optimizers, open_data
 from kvpop_jax.training.step import Groups
@@ -33,7 +33,7 @@ def prepare_distill(config: TrainConfig) -> Setup:
     # Weights that are trained start from float32; frozen ones are only ever held in the type they compute in.
     model = load_model(str(config.model.source), dtype if config.freeze_base else jnp.float32)
     settings = _scorer_settings(config)
-    scorer = None if settings is None else make_scorer(settings, model_dims(model.config))
+    scorer = None if settings is None else make_scorer(settings, dims_of(model.config))
     policy = policies.make(config.policy.name, PolicySettings(config.policy.sinks, config.policy.window, scorer))
     student = _student(config, policy, scorer)
     if config.freeze_base and scorer is None:
@@ -103,8 +103,7 @@ def _stacked(params: DecoderParams, dtype: jnp.dtype) -> DecoderParams:
 
 
 def _plan(policy: Policy, model: LoadedModel, budget: int, dtype: jnp.dtype) -> CachePlan:
-    entry_bytes = 2 * model.config.head_dim * dtype.itemsize
-    return policy.plan(budget, model.config, entry_bytes)
+    return policy.plan(budget, model.config, entry_bytes(model.config.head_dim, dtype))
 
 
 def _longest_prompt(config: TrainConfig, plans: dict[int, CachePlan]) -> int | None:

@@ -21,6 +21,11 @@ CACHE = {
     "allocated": 64,
     "bytes": 4096,
     "prompt_survival": 0.25,
+    "total_budget": 128,
+    "layer_budget": (80, 48),
+    "layer_peak_live": (80, 47),
+    "layer_allocated": (80, 48),
+    "layer_bytes": (2560, 1536),
 }
 DENSE = CACHE | {"prompt_survival": 1.0, "peak_live": 300, "bytes": 8192}
 
@@ -82,6 +87,8 @@ def test_rows_state_value_compression_retained_and_costs(rollouts):
     assert (streaming.cut_share, kvpop.cut_share) == (1.0, 0.0)
     assert (kvpop.n, kvpop.tokens, kvpop.seconds, kvpop.mean_length) == (10, 200, 5.0, 20.0)
     assert (kvpop.cache_bytes, kvpop.prompt_survival, kvpop.peak_live, kvpop.allocated) == (4096, 0.25, 64, 64)
+    assert (kvpop.total_budget, kvpop.layer_budget, kvpop.layer_peak_live) == (128, (80, 48), (80, 47))
+    assert (kvpop.layer_allocated, kvpop.layer_bytes) == ((80, 48), (2560, 1536))
 
 
 def test_groups_get_rows_of_their_own_in_natural_order(rollouts):

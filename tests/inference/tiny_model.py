@@ -11,8 +11,8 @@ import numpy as np
 from kvpop_jax import policies
 from kvpop_jax.models import LoadedModel, ModelConfig, init_params
 from kvpop_jax.models.rope import rope_frequencies
-from kvpop_jax.policies import Policy, PolicySettings, model_dims
-from kvpop_jax.scorers import MLPSettings, MLSTMSettings, mlp_scorer, mlstm_scorer
+from kvpop_jax.policies import Policy, PolicySettings
+from kvpop_jax.scorers import MLPSettings, MLSTMSettings, dims_of, mlp_scorer, mlstm_scorer
 
 CONFIG = ModelConfig(
     family="qwen3",
@@ -35,9 +35,9 @@ CONFIG = ModelConfig(
 )
 SINKS, WINDOW = 2, 5
 SCORERS = {
-    "kvpop": mlstm_scorer(MLSTMSettings(skip_width=4), model_dims(CONFIG)),
-    "kvpop_immediate": mlstm_scorer(MLSTMSettings(read="immediate"), model_dims(CONFIG)),
-    "kvpop_mlp": mlp_scorer(MLPSettings(width=8), model_dims(CONFIG)),
+    "kvpop": mlstm_scorer(MLSTMSettings(skip_width=4), dims_of(CONFIG)),
+    "kvpop_immediate": mlstm_scorer(MLSTMSettings(read="immediate"), dims_of(CONFIG)),
+    "kvpop_mlp": mlp_scorer(MLPSettings(width=8), dims_of(CONFIG)),
 }
 FREQUENCY_D2 = rope_frequencies(CONFIG).astype(np.float32)
 ENTRY_BYTES = 2 * CONFIG.head_dim * 4

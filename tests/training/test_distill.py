@@ -13,11 +13,11 @@ import pytest
 from kvpop_jax import policies
 from kvpop_jax.config import LossConfig, TargetConfig
 from kvpop_jax.models import ModelConfig, init_params
-from kvpop_jax.policies import PolicySettings, model_dims
+from kvpop_jax.policies import PolicySettings
 from kvpop_jax.scorers import MLPSettings, MLSTMSettings
+from kvpop_jax.scorers.files import make_scorer
 from kvpop_jax.training import distill
 from kvpop_jax.training.data import Batch
-from kvpop_jax.training.export import make_scorer
 from kvpop_jax.training.objectives import dense_hidden
 from kvpop_jax.training.step import GroupOptimizer, init_state, make_step
 from kvpop_jax.training.student import Student, student_hidden
@@ -35,7 +35,7 @@ KEY = jax.random.key(7)
 
 @functools.cache
 def _student(policy="kvpop"):
-    scorer = make_scorer(SCORERS[policy], model_dims(CONFIG)) if policy in SCORERS else None
+    scorer = make_scorer(SCORERS[policy], dims_of(CONFIG)) if policy in SCORERS else None
     made = policies.make(policy, PolicySettings(SINKS, WINDOW, scorer))
     return Student(made.priorities, scorer, SINKS, WINDOW, pin_prompt=False, losses=LossConfig(top_k_logits=16))
 

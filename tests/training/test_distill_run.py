@@ -1,8 +1,10 @@
 """Distillation as a run: what it leaves serves the model it belongs to, and a killed run goes on the same."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
 import pytest
@@ -19,8 +21,9 @@ from kvpop_jax.config import (
 from kvpop_jax.errors import UserError
 from kvpop_jax.models import ModelConfig, init_params, load_model, load_tokenizer, save_model
 from kvpop_jax.scorers import MLPSettings
+from kvpop_jax.scorers.files import load_scorer
 from kvpop_jax.training import loop
-from kvpop_jax.training.export import load_scorer
+from kvpop_jax.training.setup_distill import prepare_distill
 
 TINY_MATH = Path(__file__).parents[2] / "assets" / "qwen3-tiny-math"
 
@@ -124,3 +127,23 @@ def test_a_pinned_prompt_that_is_too_long_names_the_problem(base, tmp_path):
     policy = PolicyConfig(name="kvpop_mlp", sinks=2, window=4, budgets=(12,), pin_prompt=True)
     with pytest.raises(UserError, match=r"tiny_math problem \d+: its prompt of \d+ tokens leaves no pool"):
         loop.run(_config(tmp_path, base, policy=policy, freeze_base=True))
+
+
+def test_a_stage_starts_from_the_weights_of_the_one_before_and_learns_from_the_same_teacher(base, tmp_path):
+    first = prepare_distill(_config(tmp_path, base, seed=1))
+    export = tmp_path / "first"
+    export.mkdir()
+    first.export(export, first.weights | {"base": jax.tree.map(lambda leaf: 1.5 * leaf, first.weights["base"])})
+    second = _config(tmp_path, base, start_from=str(export))
+    setup = prepare_distill(second)
+    model, teacher = load_model(str(export), jnp.float32), load_model(str(base), jnp.float32)
+    chex.assert_trees_all_equal(setup.weights["base"], model.params)
+    chex.assert_trees_all_equal(setup.weights["scorer"], load_scorer(export, model).params)
+    chex.assert_trees_all_equal(setup.frozen.embedding_VE, teacher.params.embedding_VE)
+    assert float(jnp.abs(setup.frozen.embedding_VE - model.params.embedding_VE).max()) > 0
+    with pytest.raises(UserError, match="trained with window 4, not 5"):
+        prepare_distill(replace(second, policy=replace(second.policy, window=5)))
+    with pytest.raises(UserError, match="has other sizes than the one configured"):
+        prepare_distill(replace(second, scorer=ScorerConfig(mlp=MLPSettings(width=5))))
+    with pytest.raises(UserError, match="start_from is for method distill"):
+        replace(second, freeze_base=True)

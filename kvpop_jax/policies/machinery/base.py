@@ -10,7 +10,6 @@ from jaxtyping import Array, Bool, Float, Int
 from kvpop_jax.cache import CachePlan, LayerCache
 from kvpop_jax.eviction import TokenLayout
 from kvpop_jax.models import ModelConfig
-from kvpop_jax.scorers import ScorerDims
 
 
 @jax.tree_util.register_dataclass
@@ -124,8 +123,3 @@ def read_prompt(
     """
     o_BSHD, kept = policy.prefill(params, prompt_under(plan.for_prompt), plan.for_prompt)
     return o_BSHD, policy.take_over(params, prompt_under(plan), kept, plan)
-
-
-def model_dims(config: ModelConfig) -> ScorerDims:
-    """What a scorer must know of a model."""
-    return ScorerDims(config.hidden_size, config.num_kv_heads, config.head_dim)

@@ -10,9 +10,8 @@ from safetensors.numpy import load_file, save_file
 
 from kvpop_jax.errors import UserError
 from kvpop_jax.models import LoadedModel, ModelConfig
-from kvpop_jax.policies import model_dims
-from kvpop_jax.scorers import MLPSettings, MLSTMSettings
-from kvpop_jax.training.export import load_scorer, make_scorer, save_scorer
+from kvpop_jax.scorers import MLPSettings, MLSTMSettings, dims_of
+from kvpop_jax.scorers.files import load_scorer, make_scorer, save_scorer
 
 CONFIG = ModelConfig(
     family="qwen3", vocab_size=64, hidden_size=32, intermediate_size=32, num_layers=3, num_heads=4, num_kv_heads=2,
@@ -26,7 +25,7 @@ MODEL = LoadedModel(CONFIG, None, None, source="models/base", fingerprint="a" * 
     params=[MLSTMSettings(skip_width=4, forget_bias=(3.0, 5.0)), MLPSettings(width=6)], ids=["mlstm", "mlp"]
 )
 def exported(request, tmp_path):
-    scorer = make_scorer(request.param, model_dims(CONFIG))
+    scorer = make_scorer(request.param, dims_of(CONFIG))
     params = [scorer.init(jax.random.key(layer)) for layer in range(CONFIG.num_layers)]
     save_scorer(
         tmp_path, MODEL, scorer, request.param, params,

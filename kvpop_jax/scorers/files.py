@@ -15,8 +15,9 @@ from safetensors.numpy import load_file, save_file
 
 from kvpop_jax.errors import UserError
 from kvpop_jax.models import LoadedModel
-from kvpop_jax.policies import model_dims
-from kvpop_jax.scorers import MLPSettings, MLSTMSettings, Scorer, ScorerDims, mlp_scorer, mlstm_scorer
+from kvpop_jax.scorers.base import Scorer, ScorerDims, dims_of
+from kvpop_jax.scorers.mlp import MLPSettings, mlp_scorer
+from kvpop_jax.scorers.mlstm import MLSTMSettings, mlstm_scorer
 
 FORMAT_VERSION = 1
 ScorerSettings = MLSTMSettings | MLPSettings
@@ -47,6 +48,24 @@ class LoadedScorer:
     budgets: tuple[int, ...]
     pin_prompt: bool
     fingerprint: str
+
+    def check_sizes(self, *, sinks: int, window: int, budgets: Sequence[int]) -> None:
+        """Refuses sizes that it was not trained with.
+
+        Raises:
+            UserError: naming the first that differs.
+        """
+        for size, asked in (("sinks", sinks), ("window", window)):
+            if asked != getattr(self, size):
+                raise UserError(
+                    f"{size} is {asked}; the scorer of {self.policy} was trained with {getattr(self, size)}"
+                )
+        for budget in budgets:
+            if budget not in self.budgets:
+                known = ", ".join(map(str, self.budgets))
+                raise UserError(
+                    f"a budget of {budget} was asked for; the scorer of {self.policy} was trained for {known}"
+                )
 
 
 def make_scorer(settings: ScorerSettings, dims: ScorerDims) -> Scorer:
@@ -84,7 +103,7 @@ def save_scorer(
         "format_version": FORMAT_VERSION,
         "policy": policy,
         "base": {"source": model.source, "fingerprint": model.fingerprint, "num_layers": config.num_layers}
-        | asdict(model_dims(config)),
+        | asdict(dims_of(config)),
         "sinks": sinks,
         "window": window,
         "budgets": list(budgets),
@@ -130,7 +149,7 @@ def load_scorer(
             raise UserError(
                 f"{folder}: this scorer was trained for budgets {', '.join(map(str, trained))}, not {budget}"
             )
-    scorer = make_scorer(_read_settings(description["scorer"]), model_dims(model.config))
+    scorer = make_scorer(_read_settings(description["scorer"]), dims_of(model.config))
     weights = folder / _WEIGHTS
     return LoadedScorer(
         policy=description["policy"],
