@@ -242,8 +242,12 @@ def _idle(setup: Setup, group: _Group, sampling: SamplingParams, rows: int) -> D
     """A state of that many rows that nobody waits for."""
     begin = partial(decode.first_state, setup, sampling=sampling)
     like = jax.eval_shape(begin, group.logits_GV, group.caches, group.length_G, group.length_G)
-    state = jax.tree.map(lambda leaf: jnp.zeros((rows, *leaf.shape[1:]), leaf.dtype), like)
-    return replace(state, done_B=jnp.ones(rows, bool))
+
+    def zeros() -> DecodeState:
+        state = jax.tree.map(lambda leaf: jnp.zeros((rows, *leaf.shape[1:]), leaf.dtype), like)
+        return replace(state, done_B=jnp.ones(rows, bool))
+
+    return jax.jit(zeros)()
 
 
 def _admit(
