@@ -198,7 +198,7 @@ def _run(
             clock.firsts += [clock.now()] * count
         # The caller has them while the device is at work on what was just dispatched.
         yield from ended
-        ended = _collect(setup, state, token_nB, log_prob_nB, sampling, held, clock)
+        ended = _collect(setup, state, (token_nB, log_prob_nB), sampling, held, clock)
         progress(clock.statistics())
     yield from ended
 
@@ -207,21 +207,29 @@ def _prefilled_groups(
     generator: Generator, setup: Setup, prompts: Sequence[Sequence[int]], seed_B: Int[np.ndarray, "B"]
 ) -> Iterator[_Group]:
     """Prefills group by group, each when it is asked for, and keeps hold of none."""
-    prefill = generator.compiled("prefill", setup, lambda: jax.jit(partial(decode.prefill, setup)))
     for size, families in groupby(_families(setup, prompts), key=lambda family: bucket(len(prompts[family[0]]))):
         chosen = list(families)
         G = min(GROUP_PROMPTS, max(1, GROUP_TOKENS // size))
         for together in (chosen[start : start + G] for start in range(0, len(chosen), G)):
-            forks = [(source, request) for source, family in enumerate(together) for request in family]
             # A last group that is not full repeats its last prompt: one shape a bucket.
             first_G = [family[0] for family in together] + [together[-1][0]] * (G - len(together))
-            length_G = np.array([len(prompts[request]) for request in first_G], np.int32)
-            token_GS = padded([prompts[request] for request in first_G], size)
-            yield _Group(
-                *prefill(generator.model.params, generator.layer_scorers, token_GS, length_G, seed_B[first_G]),
-                length_G,
-                forks,
-            )
+            forks = [(source, request) for source, family in enumerate(together) for request in family]
+            yield _prefilled(generator, setup, [prompts[request] for request in first_G], size, seed_B[first_G], forks)
+
+
+def _prefilled(
+    generator: Generator,
+    setup: Setup,
+    prompts: Sequence[Sequence[int]],
+    size: int,
+    seed_G: Int[np.ndarray, "G"],
+    forks: list[tuple[int, int]],
+) -> _Group:
+    prefill = generator.compiled("prefill", setup, lambda: jax.jit(partial(decode.prefill, setup)))
+    length_G = np.array([len(prompt) for prompt in prompts], np.int32)
+    params, scorers = generator.model.params, generator.layer_scorers
+    logits_GV, caches = prefill(params, scorers, padded(prompts, size), length_G, seed_G)
+    return _Group(logits_GV, caches, length_G, forks)
 
 
 def _families(setup: Setup, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -283,14 +291,13 @@ def _admit(
 def _collect(
     setup: Setup,
     state: DecodeState,
-    token_nB: Int[Array, "n B"],
-    log_prob_nB: Float[Array, "n B"],
+    emitted: tuple[Int[Array, "n B"], Float[Array, "n B"]],
     sampling: SamplingParams,
     held: dict[int, _Row],
     clock: _Clock,
 ) -> list[tuple[int, Completion]]:
-    """Waits for a dispatch, gives its tokens to the rows, and frees those that have ended: their completions."""
-    token_nB, log_prob_nB, done_B, usage = jax.device_get((token_nB, log_prob_nB, state.done_B, state.usage))
+    """Waits for a dispatch, gives its tokens to their rows, and frees the rows that have ended: their completions."""
+    token_nB, log_prob_nB, done_B, usage = jax.device_get((*emitted, state.done_B, state.usage))
     limit_B = np.zeros(len(done_B), np.int64)
     for number, row in held.items():
         limit_B[number] = sampling.max_new_tokens - len(row.tokens)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kvpop_jax.cache import CachePlan, entry_bytes
@@ -17,8 +18,9 @@ from kvpop_jax.inference import decode
 from kvpop_jax.inference.decode import Setup
 from kvpop_jax.inference.results import CacheReport, Completion, cache_reports, completion, own_tokens
 from kvpop_jax.inference.sampling import SamplingParams
-from kvpop_jax.models import LoadedModel
-from kvpop_jax.policies import Policy, uniform_budgets
+from kvpop_jax.models import LoadedModel, load_model
+from kvpop_jax.policies import Policy, PolicySettings, make, uniform_budgets
+from kvpop_jax.scorers.files import load_scorer
 
 STEPS_PER_DISPATCH = 32
 SHORTEST_BUCKET = 64
@@ -56,6 +58,44 @@ class Generator:
                 raise UserError(f"{name} has {len(value)} entries; the model has {layers} layers")
         if self.budget is not None:
             self.plans(0)  # Refuses an impossible budget before any work.
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str,
+        *,
+        policy: str | None = None,
+        budget: int | None = None,
+        scorer: str | None = None,
+        sinks: int = 4,
+        window: int = 32,
+        pin_prompt: bool = False,
+        dtype: DTypeLike | None = None,
+    ) -> "Generator":
+        """A generator from files.
+
+        Args:
+            model: what `load_model` takes.
+            policy: its name, or two as "prefill+decode"; by default that of the scorer, and dense without one.
+            budget: entries per KV head; None for as many as a sequence can have tokens.
+            scorer: folder that training exported; sinks and window are its own then.
+            sinks, window: of policies that have them.
+            pin_prompt: never evict the prompt.
+            dtype: of the weights; by default float32 on a CPU, bfloat16 on an accelerator.
+
+        Raises:
+            UserError: files that cannot be read or do not belong together, an unknown policy, one without its scorer, a
+                budget that leaves no pool or that the scorer was not trained for.
+        """
+        loaded = load_model(model, dtype)
+        if scorer is None:
+            name = policy or "dense"
+            return cls(loaded, make(name, PolicySettings(sinks, window)), budget, pin_prompt=pin_prompt)
+        trained = load_scorer(scorer, loaded, budgets=() if budget is None else (budget,))
+        name = policy or trained.policy
+        made = make(name, PolicySettings(trained.sinks, trained.window, trained.scorer))
+        owned = [trained.params if part == trained.policy else None for part in name.split("+")]
+        return cls(loaded, made, budget, _by_layer(owned, loaded.config.num_layers), pin_prompt)
 
     @property
     def policies(self) -> tuple[Policy, ...]:
@@ -243,6 +283,14 @@ class Generator:
 
 _usage = jax.jit(decode.cache_usage)
 _higher = jax.jit(decode.higher_usage)
+
+
+def _by_layer(owned, layers):
+    """The parameters of a policy's parts, each one list over layers, as those of every layer; of two parts a pair."""
+    if not any(owned):
+        return None
+    found = [tuple(None if part is None else part[layer] for part in owned) for layer in range(layers)]
+    return [parts[0] for parts in found] if len(owned) == 1 else found
 
 
 def bucket(length: int) -> int:
