@@ -106,8 +106,9 @@ class _Progress:
         return self
 
     def __exit__(self, *error: object) -> None:
+        shown = not self._bar.disable
         self._bar.close()
-        if not self._bar.disable:
+        if shown:
             for name, batch in self.batches.items():
                 print(f"{self._bar.desc}, {name}: {_described(batch)}", file=sys.stderr)
 

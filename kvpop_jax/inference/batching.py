@@ -253,7 +253,8 @@ def _idle(setup: Setup, group: _Group, sampling: SamplingParams, rows: int) -> D
 
     def zeros() -> DecodeState:
         state = jax.tree.map(lambda leaf: jnp.zeros((rows, *leaf.shape[1:]), leaf.dtype), like)
-        return replace(state, done_B=jnp.ones(rows, bool))
+        # A prompt of some length, for shares of it are computed.
+        return replace(state, prompt_B=jnp.ones_like(state.prompt_B), done_B=jnp.ones_like(state.done_B))
 
     return jax.jit(zeros)()
 

@@ -12,6 +12,7 @@ from inference.tiny_model import CONFIG, distinct_tokens, make_policy, random_sc
 
 from kvpop_jax.errors import UserError
 from kvpop_jax.inference import Completion, Generator, SamplingParams
+from kvpop_jax.inference import generator as generator_module
 from kvpop_jax.scorers import MLPSettings, dims_of, mlp_scorer
 from kvpop_jax.scorers.files import save_scorer
 
@@ -65,16 +66,20 @@ def test_streaming_yields_the_tokens_of_a_completion():
     assert len(set(wanted.tokens)) > 5
 
 
-def test_a_stop_token_ends_a_completion_and_its_report_but_changes_nothing_before():
+def test_a_stop_token_ends_a_completion_and_its_report_but_changes_nothing_before(monkeypatch):
     endless = generator("tova").generate(PROMPTS[1:2], GREEDY, SEEDS[1:2])[0]
     end = next(n for n in range(2, BUDGET // 2) if endless.tokens[n] not in endless.tokens[:n])
     stop = endless.tokens[end]
     model = replace(tiny_model(), config=replace(CONFIG, eos_token_ids=(stop,)))
-    stopped = replace(generator("tova"), model=model).generate(PROMPTS[1:2], GREEDY, SEEDS[1:2])[0]
+    stopping = replace(generator("tova"), model=model)
+    stopped = stopping.generate(PROMPTS[1:2], GREEDY, SEEDS[1:2])[0]
     assert (stopped.tokens, stopped.finish_reason) == (endless.tokens[:end], "stop")
     assert (endless.finish_reason, endless.cache.peak_live) == ("length", BUDGET)
     # The prompt and the tokens before the stop token were all there is: the steps that ran on are not reported.
     assert (stopped.cache.peak_live, stopped.cache.prompt_survival) == (len(PROMPTS[1]) + end, 1.0)
+    # Sampled by the last step of a dispatch, and not fed any more.
+    monkeypatch.setattr(generator_module, "STEPS_PER_DISPATCH", end)
+    assert stopping.generate(PROMPTS[1:2], GREEDY, SEEDS[1:2])[0] == stopped
 
 
 def test_a_generator_from_files_has_the_policy_the_sizes_and_the_scorer_it_was_asked_for(tmp_path):
