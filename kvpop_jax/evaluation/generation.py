@@ -1,18 +1,19 @@
-"""Tasks answered by generated text: what there is to do, and doing it in batches."""
+"""Tasks answered by generated text: what there is to do, and doing it in one continuous batch per contestant."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from time import perf_counter
 
 from kvpop_jax.errors import UserError
 from kvpop_jax.evaluation.contestants import Contestant
-from kvpop_jax.evaluation.jobs import Job, batches, conditions
+from kvpop_jax.evaluation.jobs import Job, Progress, conditions
 from kvpop_jax.evaluation.records import Rollout, derived_seed, rollout_key
 from kvpop_jax.evaluation.settings import EvalSettings
 from kvpop_jax.evaluation.tasks import GenerationTask, Problem
 from kvpop_jax.evaluation.tasks.base import encode_problem
-from kvpop_jax.inference import Completion, SamplingParams
+from kvpop_jax.inference import Completion, SamplingParams, complete
 from kvpop_jax.models import LoadedModel
 
 
@@ -21,7 +22,8 @@ def plan(
 ) -> list[Job]:
     """All rollouts of the task, contestant by contestant, longest prompts first.
 
-    Sorted so that a batch holds prompts of similar length, and so that what does not fit in memory fails at once.
+    Sorted so that prompts of similar length are prefilled together, and so that what does not fit in memory fails at
+    once. Rollouts of a problem stand side by side: they share its prefill.
 
     Raises:
         UserError: A prompt and its completion would pass the model's limit, or pinning a prompt leaves no pool.
@@ -60,24 +62,28 @@ def run(
     model: LoadedModel,
     contestants: Sequence[Contestant],
     settings: EvalSettings,
-    progress: Callable[[int], None],
+    progress: Progress,
 ) -> Iterator[list[Rollout]]:
-    """Does the pending jobs; yields each batch's graded rollouts as it finishes.
+    """Does the pending jobs, contestant by contestant; yields every rollout, graded, as it finishes.
 
-    `progress` is told how many tokens were generated as they come.
+    A row of the batch takes the next rollout when its own ends.
     """
     sampling = sampling_of(task, settings)
     for contestant, group in groupby(pending, key=lambda job: job.contestant):
-        for batch in batches(list(group), settings.batch_size):
-            start = perf_counter()
-            completions = contestant.generator.generate(
-                [job.prompt for job in batch], sampling, [job.seed for job in batch], progress
-            )
-            seconds = (perf_counter() - start) / len(batch)
-            yield [
-                _graded(task, job, completion, model, seconds)
-                for job, completion in zip(batch, completions, strict=True)
-            ]
+        jobs = list(group)
+        completions = complete(
+            contestant.generator,
+            [job.prompt for job in jobs],
+            sampling,
+            rows=min(settings.batch_size, len(jobs)),
+            seeds=[job.seed for job in jobs],
+            progress=partial(progress.batch, contestant),
+        )
+        last = perf_counter()
+        for index, completion in completions:
+            now = perf_counter()
+            yield [_graded(task, jobs[index], completion, model, now - last)]
+            last = now
 
 
 def sampling_of(task: GenerationTask, settings: EvalSettings) -> SamplingParams:

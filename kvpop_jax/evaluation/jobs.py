@@ -3,11 +3,12 @@
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from kvpop_jax.evaluation.contestants import Contestant
 from kvpop_jax.evaluation.settings import EvalSettings
 from kvpop_jax.evaluation.tasks import Problem, Window
+from kvpop_jax.inference import BatchStatistics
 from kvpop_jax.models import LoadedModel
 
 T = TypeVar("T")
@@ -32,6 +33,16 @@ class Job:
     prompt: tuple[int, ...]
     rollout: int
     seed: int
+
+
+class Progress(Protocol):
+    """What is told of work under way."""
+
+    def tokens(self, count: int) -> None:
+        """So many tokens were scored."""
+
+    def batch(self, contestant: Contestant, statistics: BatchStatistics) -> None:
+        """How the contestant's batch stands."""
 
 
 def conditions(contestant: Contestant, task: str, model: LoadedModel, settings: EvalSettings) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from kvpop_jax.errors import UserError
 from kvpop_jax.evaluation.contestants import Contestant, dense_contestant
-from kvpop_jax.evaluation.jobs import Job, batches, conditions
+from kvpop_jax.evaluation.jobs import Job, Progress, batches, conditions
 from kvpop_jax.evaluation.records import Rollout, derived_seed, rollout_key
 from kvpop_jax.evaluation.settings import EvalSettings
 from kvpop_jax.evaluation.tasks import TextTask, Window
@@ -49,12 +49,11 @@ def run(
     model: LoadedModel,
     contestants: Sequence[Contestant],
     settings: EvalSettings,
-    progress: Callable[[int], None],
+    progress: Progress,
 ) -> Iterator[list[Rollout]]:
     """Does the pending jobs; yields each contestant's results for a batch of windows as the batch finishes.
 
     The dense model reads every batch once, beside the contestants that still have to, and is what they are compared to.
-    `progress` is told how many tokens were scored.
     """
     reference = next((contestant for contestant in contestants if contestant.budget is None), None)
     reference = reference or dense_contestant(model)
@@ -102,7 +101,7 @@ def _read(
     windows: Sequence[Window],
     jobs: Sequence[Sequence[Job]],
     reference: Contestant,
-    progress: Callable[[int], None],
+    progress: Progress,
 ) -> Iterator[list[Rollout]]:
     """Reads one batch of windows with the contestants of `jobs` (for each, its jobs in the order of the windows)."""
     token_BT = jnp.array([window.tokens for window in windows], jnp.int32)
@@ -117,7 +116,7 @@ def _read(
         for reader in readers:
             logits_BV = dense_BV if reader is dense else reader.step()
             total[reader] += compare(dense_BV, logits_BV, token_BT[:, position])
-        progress(len(windows) * len(readers))
+        progress.tokens(len(windows) * len(readers))
     scored = length - prefix
     for reader, chosen in zip(readers, jobs, strict=True):
         mean_BM = jax.device_get(total[reader] / scored)

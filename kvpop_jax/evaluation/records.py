@@ -1,4 +1,4 @@
-"""The rollouts file: one JSON line per finished rollout, appended as batches finish, so that nothing is done twice."""
+"""The rollouts file: one JSON line per finished rollout, appended as they finish, so that nothing is done twice."""
 
 import dataclasses
 import hashlib
@@ -27,7 +27,8 @@ class Rollout:
         finish_reason: "stop", or "length" when it was cut at the limit.
         grade: Score by metric name: {"pass@1": 1.0}.
         extracted: What was taken for the answer.
-        seconds: Its share of its batch's time.
+        seconds: Time since the rollout before it was finished, so that all of them sum to the time that passed; of a
+            text task, its share of its batch's time.
         cache: The budget's parts and the memory behind it, as the generator reports them.
     """
 

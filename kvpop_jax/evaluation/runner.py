@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import platform
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,11 +17,12 @@ from tqdm import tqdm
 from kvpop_jax import __version__
 from kvpop_jax.evaluation import generation, reading, tasks
 from kvpop_jax.evaluation.averages import averages
-from kvpop_jax.evaluation.contestants import contestants_of
+from kvpop_jax.evaluation.contestants import Contestant, contestants_of
 from kvpop_jax.evaluation.records import Rollout, append_rollouts, read_rollouts
 from kvpop_jax.evaluation.report import write_report
 from kvpop_jax.evaluation.rows import Row, differences, summarise
 from kvpop_jax.evaluation.settings import EvalSettings
+from kvpop_jax.inference import BatchStatistics
 from kvpop_jax.models import LoadedModel
 from kvpop_jax.polykv import draw_plan, read_plan
 from kvpop_jax.scorers.files import LoadedScorer
@@ -34,7 +36,7 @@ def run_evaluation(
 ) -> list[Row]:
     """Evaluates the model under every policy and budget on every task.
 
-    Rollouts are appended to `output/rollouts.jsonl` as batches finish. Those already there that were made under the
+    Rollouts are appended to `output/rollouts.jsonl` as they finish. Those already there that were made under the
     same conditions are not repeated, so an interrupted evaluation goes on where it stopped. Results and report are
     written even when it is interrupted, of what is finished, and say that they are incomplete.
 
@@ -62,11 +64,13 @@ def run_evaluation(
     plans = {task: _module(task).plan(task, model, contestants, settings) for task in chosen}
     complete = False
     rows: list[Row] = []
+    batches: dict[str, dict[str, BatchStatistics]] = {}
     try:
         for task, jobs in plans.items():
             pending = [job for job in jobs if job.key not in finished]
             with _Progress(task.name, len(pending), progress) as bar:
-                for rollouts in _module(task).run(task, pending, model, contestants, settings, bar.tokens):
+                batches[task.name] = bar.batches
+                for rollouts in _module(task).run(task, pending, model, contestants, settings, bar):
                     append_rollouts(path, rollouts)
                     bar.rollouts(rollouts)
         complete = True
@@ -75,7 +79,7 @@ def run_evaluation(
         done = [finished[job.key] for jobs in plans.values() for job in jobs if job.key in finished]
         if done:
             contexts = {task.name: settings.context or task.context(settings) for task in chosen}
-            rows = _write(output, model, settings, contexts, done, complete)
+            rows = _write(output, model, settings, contexts, done, batches, complete)
     return rows
 
 
@@ -85,27 +89,45 @@ def _module(task: tasks.Task) -> ModuleType:
 
 
 class _Progress:
-    """A bar of rollouts done, with the policy at work, tokens per second, and its mean grade so far."""
+    """A bar of rollouts done, with the policy at work, tokens per second, and its mean grade so far.
+
+    Attributes:
+        batches: How the batch of each contestant stands.
+    """
 
     def __init__(self, name: str, total: int, shown: bool):
+        self.batches: dict[str, BatchStatistics] = {}
         self._bar = tqdm(total=total, desc=name, unit="rollout", disable=not shown or not total)
         self._grades: dict[tuple[str, int | None], list[float]] = {}
         self._start = self._shown = time.perf_counter()
-        self._tokens, self._text = 0, ""
+        self._scored, self._text = 0, ""
 
     def __enter__(self) -> "_Progress":
         return self
 
     def __exit__(self, *error: object) -> None:
+        shown = not self._bar.disable
         self._bar.close()
+        if shown:
+            for name, batch in self.batches.items():
+                print(f"{self._bar.desc}, {name}: {_described(batch)}", file=sys.stderr)
 
     def tokens(self, count: int) -> None:
-        """Counts tokens that were generated or scored."""
-        self._tokens += count
+        """Counts tokens that were scored."""
+        self._scored += count
+        self._refresh()
+
+    def batch(self, contestant: Contestant, statistics: BatchStatistics) -> None:
+        """Takes note of how a contestant's batch stands."""
+        self.batches[contestant.name] = statistics
+        self._refresh()
+
+    def _refresh(self) -> None:
         now = time.perf_counter()
         if now - self._shown > REFRESH_SECONDS:
             self._shown = now
-            self._bar.set_postfix_str(f"{self._tokens / (now - self._start):.0f} tokens/s{self._text}")
+            tokens = self._scored + sum(batch.tokens for batch in self.batches.values())
+            self._bar.set_postfix_str(f"{tokens / (now - self._start):.0f} tokens/s{self._text}")
 
     def rollouts(self, rollouts: Sequence[Rollout]) -> None:
         """Counts rollouts that are finished and graded."""
@@ -118,12 +140,21 @@ class _Progress:
         self._bar.update(len(rollouts))
 
 
+def _described(batch: BatchStatistics) -> str:
+    return (
+        f"{batch.tokens_per_second:.0f} tokens/s, {batch.rows} rows {batch.occupancy:.0%} occupied; "
+        f"mean (longest) wait for a row {batch.queue_wait_mean:.1f} ({batch.queue_wait_max:.1f}) s, "
+        f"for the first token {batch.first_token_mean:.1f} ({batch.first_token_max:.1f}) s"
+    )
+
+
 def _write(
     output: Path,
     model: LoadedModel,
     settings: EvalSettings,
     contexts: dict[str, int],
     rollouts: Sequence[Rollout],
+    batches: Mapping[str, Mapping[str, BatchStatistics]],
     complete: bool,
 ) -> list[Row]:
     rows = summarise(
@@ -140,6 +171,12 @@ def _write(
         "rows": [dataclasses.asdict(row) for row in rows],
         "differences": [dataclasses.asdict(difference) for difference in compared],
         "averages": [dataclasses.asdict(average) for average in averaged],
+        # Of what was generated in this run, without what an interrupted one had finished.
+        "batches": [
+            {"task": task, "contestant": name, **dataclasses.asdict(batch)}
+            for task, of_task in batches.items()
+            for name, batch in of_task.items()
+        ],
     }
     (output / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     pictures = [draw_plan(plan, output / f"plan_{plan.name}.png") for plan in map(read_plan, settings.plan)]

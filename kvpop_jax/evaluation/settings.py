@@ -23,7 +23,7 @@ class EvalSettings:
         top_k: Sample among this many of the likeliest tokens; 0 for all.
         top_p: Sample among the likeliest tokens that together reach this probability; 1 for all.
         max_new_tokens: Longest completion in tokens; null takes the task's own limit.
-        batch_size: Sequences decoded together.
+        batch_size: Sequences decoded together; when one ends, the next takes its row.
         seed: Seed of generated problems, of sampling and of the bootstrap. A rollout's own seed depends on this, the
             problem and the rollout's number only: not on the policy, nor on what else is in the batch.
         sinks: First tokens of a sequence that are never evicted, for policies that keep sinks; null takes what the

@@ -163,6 +163,18 @@ def start(
 ) -> DecodeState:
     """Prefills the prompts and samples the first token of every row."""
     logits_BV, caches = prefill(setup, params, scorers, token_BS, length_B, seed_B)
+    return first_state(setup, logits_BV, caches, length_B, seed_B, sampling)
+
+
+def first_state(
+    setup: Setup,
+    logits_BV: Float[Array, "B V"],
+    caches: list[LayerCache],
+    length_B: Int[Array, "B"],
+    seed_B: Int[Array, "B"],
+    sampling: SamplingParams,
+) -> DecodeState:
+    """Rows right after their prompts, the first token of each sampled. What `prefill` gave may be forked before."""
     token_B, log_prob_B = sample(logits_BV, seed_B, length_B, sampling)
     done_B = _stops(setup, token_B, sampling)
     usage = cache_usage(caches, length_B)

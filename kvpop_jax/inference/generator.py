@@ -1,6 +1,6 @@
 """The Python API of generation: a model, a policy, a budget."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from collections.abc import Generator as Generator_
 from dataclasses import dataclass, field
 from functools import partial
@@ -9,80 +9,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kvpop_jax.cache import CachePlan, entry_bytes
 from kvpop_jax.errors import UserError
 from kvpop_jax.inference import decode
 from kvpop_jax.inference.decode import Setup
+from kvpop_jax.inference.results import CacheReport, Completion, cache_reports, completion, own_tokens
 from kvpop_jax.inference.sampling import SamplingParams
-from kvpop_jax.models import LoadedModel
-from kvpop_jax.policies import Policy, uniform_budgets
+from kvpop_jax.models import LoadedModel, load_model
+from kvpop_jax.policies import Policy, PolicySettings, make, uniform_budgets
+from kvpop_jax.scorers.files import load_scorer
 
 STEPS_PER_DISPATCH = 32
 SHORTEST_BUCKET = 64
-
-
-@dataclass(frozen=True)
-class CacheReport:
-    """What a completion's cache cost, entries per KV head.
-
-    Where layers differ, single numbers are the mean over layers, rounded up; the tuples hold every layer's own.
-
-    Attributes:
-        budget: entries asked for; for dense, the slots of the whole sequence.
-        sinks, window, pool, state_entries, scratch: how they were spent during decoding (see `CachePlan`).
-        allocated: slots that exist.
-        peak_live: most slots ever occupied in any layer and head.
-        bytes: of this sequence's cache over all layers, the policy's state and bookkeeping included.
-        prompt_survival: share of the prompt still cached at the end, averaged over layers and heads.
-        pin_prompt: whether the prompt could not be evicted.
-        prefill_mode: how the prompt was evicted from.
-        decode: the policy whose rule the steps followed.
-        total_budget, total_allocated: entries per KV head, summed over layers.
-        layer_budget, layer_allocated, layer_bytes: of every layer.
-        layer_peak_live: most slots ever occupied in the fullest head of every layer.
-        layer_peak_mean: most slots ever occupied in every layer, averaged over its heads. Where heads share a budget
-            (Ada-KV), this is what it limits.
-    """
-
-    budget: int
-    sinks: int
-    window: int
-    pool: int
-    state_entries: int
-    scratch: int
-    allocated: int
-    peak_live: int
-    bytes: int
-    prompt_survival: float
-    pin_prompt: bool
-    prefill_mode: str
-    decode: str
-    total_budget: int
-    total_allocated: int
-    layer_budget: tuple[int, ...]
-    layer_allocated: tuple[int, ...]
-    layer_bytes: tuple[int, ...]
-    layer_peak_live: tuple[int, ...]
-    layer_peak_mean: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One generated sequence; the stop token is not part of it.
-
-    Attributes:
-        tokens: token ids.
-        logprobs: of each token, in nats, before temperature and truncation.
-        finish_reason: "stop" or "length".
-        cache: what it cost.
-    """
-
-    tokens: list[int]
-    logprobs: list[float]
-    finish_reason: str
-    cache: CacheReport
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +58,44 @@ class Generator:
                 raise UserError(f"{name} has {len(value)} entries; the model has {layers} layers")
         if self.budget is not None:
             self.plans(0)  # Refuses an impossible budget before any work.
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str,
+        *,
+        policy: str | None = None,
+        budget: int | None = None,
+        scorer: str | None = None,
+        sinks: int = 4,
+        window: int = 32,
+        pin_prompt: bool = False,
+        dtype: DTypeLike | None = None,
+    ) -> "Generator":
+        """A generator from files.
+
+        Args:
+            model: what `load_model` takes.
+            policy: its name, or two as "prefill+decode"; by default that of the scorer, and dense without one.
+            budget: entries per KV head; None for as many as a sequence can have tokens.
+            scorer: folder that training exported; sinks and window are its own then.
+            sinks, window: of policies that have them.
+            pin_prompt: never evict the prompt.
+            dtype: of the weights; by default float32 on a CPU, bfloat16 on an accelerator.
+
+        Raises:
+            UserError: files that cannot be read or do not belong together, an unknown policy, one without its scorer, a
+                budget that leaves no pool or that the scorer was not trained for.
+        """
+        loaded = load_model(model, dtype)
+        if scorer is None:
+            name = policy or "dense"
+            return cls(loaded, make(name, PolicySettings(sinks, window)), budget, pin_prompt=pin_prompt)
+        trained = load_scorer(scorer, loaded, budgets=() if budget is None else (budget,))
+        name = policy or trained.policy
+        made = make(name, PolicySettings(trained.sinks, trained.window, trained.scorer))
+        owned = [trained.params if part == trained.policy else None for part in name.split("+")]
+        return cls(loaded, made, budget, _by_layer(owned, loaded.config.num_layers), pin_prompt)
 
     @property
     def policies(self) -> tuple[Policy, ...]:
@@ -175,26 +154,26 @@ class Generator:
         if not prompts:
             return []
         setup, token_BS, length_B = self._prepare(prompts, sampling.max_new_tokens)
-        seed_B = _row_seeds(seeds, len(prompts))
-        start, steps = self._programs(setup, sampling, STEPS_PER_DISPATCH)
-        state = start(self.model.params, self._scorers(), token_BS, length_B, seed_B)
+        seed_B = row_seeds(seeds, len(prompts))
+        start, steps = self._start_program(setup, sampling), self.steps_program(setup, sampling, STEPS_PER_DISPATCH)
+        state = start(self.model.params, self.layer_scorers, token_BS, length_B, seed_B)
         tokens: list[Array] = []
         log_probs: list[Array] = []
         while len(tokens) * STEPS_PER_DISPATCH < sampling.max_new_tokens:
             unfinished = int(jnp.sum(~state.done_B))
-            state, token_nB, log_prob_nB = steps(self.model.params, self._scorers(), state)
+            state, token_nB, log_prob_nB = steps(self.model.params, self.layer_scorers, state)
             tokens.append(token_nB)
             log_probs.append(log_prob_nB)
             if progress is not None:
                 progress(unfinished * STEPS_PER_DISPATCH)
             if bool(state.done_B.all()):
                 break
-        token_Bn = np.concatenate([np.asarray(x) for x in tokens]).T[:, : sampling.max_new_tokens]
-        log_prob_Bn = np.concatenate([np.asarray(x) for x in log_probs]).T[:, : sampling.max_new_tokens]
-        reports = self._reports(setup.plans, state.caches, state.usage)
+        token_nB, log_prob_nB = np.concatenate(jax.device_get(tokens)), np.concatenate(jax.device_get(log_probs))
+        own_B = own_tokens(token_nB, setup.config, sampling, np.full(len(prompts), sampling.max_new_tokens))
+        rows = zip(own_B, token_nB.T, log_prob_nB.T, cache_reports(setup, state.caches, state.usage), strict=True)
         return [
-            self._completion(token_n, log_prob_n, sampling, report)
-            for token_n, log_prob_n, report in zip(token_Bn, log_prob_Bn, reports, strict=True)
+            completion(token_n[:own].tolist(), log_prob_n[:own].tolist(), sampling, report)
+            for own, token_n, log_prob_n, report in rows
         ]
 
     def stream(self, prompt: Sequence[int], sampling: SamplingParams, seed: int = 0) -> Iterator[int]:
@@ -204,13 +183,13 @@ class Generator:
             UserError: as `generate`.
         """
         setup, token_BS, length_B = self._prepare([prompt], sampling.max_new_tokens)
-        start, steps = self._programs(setup, sampling, 1)
-        state = start(self.model.params, self._scorers(), token_BS, length_B, _row_seeds([seed], 1))
+        start, steps = self._start_program(setup, sampling), self.steps_program(setup, sampling, 1)
+        state = start(self.model.params, self.layer_scorers, token_BS, length_B, row_seeds([seed], 1))
         for _ in range(sampling.max_new_tokens):
             if bool(state.done_B[0]):
                 return
             yield int(state.token_B[0])
-            state, _tokens, _log_probs = steps(self.model.params, self._scorers(), state)
+            state, _tokens, _log_probs = steps(self.model.params, self.layer_scorers, state)
 
     def teacher_forced(
         self, token_BT: Int[Array, "B T"], prompt_length: int, seeds: Sequence[int] | None = None
@@ -230,24 +209,29 @@ class Generator:
         if not 0 < prompt_length < T:
             raise UserError(f"prompt_length is {prompt_length}; a text of {T} tokens needs one from 1 to {T - 1}")
         setup, token_BS, length_B = self._prepare(list(text_BT[:, :prompt_length]), T - prompt_length)
-        prefill = self._jit("prefill", setup, lambda: jax.jit(partial(decode.prefill, setup)))
-        step = self._jit("step", setup, lambda: jax.jit(partial(decode.decode_step, setup), donate_argnums=(2,)))
-        seed_B = _row_seeds(seeds, B)
-        logits_BV, caches = prefill(self.model.params, self._scorers(), token_BS, length_B, seed_B)
+        prefill = self.compiled("prefill", setup, lambda: jax.jit(partial(decode.prefill, setup)))
+        step = self.compiled("step", setup, lambda: jax.jit(partial(decode.decode_step, setup), donate_argnums=(2,)))
+        seed_B = row_seeds(seeds, B)
+        logits_BV, caches = prefill(self.model.params, self.layer_scorers, token_BS, length_B, seed_B)
         usage = _usage(caches, length_B)
         yield logits_BV
         for t in range(prompt_length, T - 1):
             position_B = jnp.full(B, t, jnp.int32)
             logits_BV, caches = step(
-                self.model.params, self._scorers(), caches, text_BT[:, t], position_B, length_B, seed_B
+                self.model.params, self.layer_scorers, caches, text_BT[:, t], position_B, length_B, seed_B
             )
             now = _usage(caches, length_B)
             usage = _higher(usage, now)
             yield logits_BV
-        return self._reports(setup.plans, caches, usage)
+        return cache_reports(setup, caches, usage)
 
-    def _prepare(self, prompts, new_tokens):
-        lengths = [len(prompt) for prompt in prompts]
+    def setup(self, lengths: Sequence[int], new_tokens: int) -> Setup:
+        """What is fixed for prompts of those lengths with up to `new_tokens` more each.
+
+        Raises:
+            UserError: an empty prompt, one too long for the model or for what its policy keeps, one that pinning leaves
+                no pool for.
+        """
         limit = self.model.config.max_position
         for row, length in enumerate(lengths):
             if length == 0:
@@ -257,91 +241,78 @@ class Generator:
                     f"prompt {row} has {length} tokens and max_new_tokens is {new_tokens}: "
                     f"together they pass the model's limit of {limit}"
                 )
-        # Prompts are padded to a power of two, so that few shapes are ever compiled.
-        bucket = max(SHORTEST_BUCKET, 1 << (max(lengths) - 1).bit_length())
+        longest = max(lengths)
         steps = -(-new_tokens // STEPS_PER_DISPATCH) * STEPS_PER_DISPATCH
-        self.check_prompt(max(lengths))
-        plans = self.plans(bucket + steps)
+        self.check_prompt(longest)
+        plans = self.plans(bucket(longest) + steps)
         for policy, plan in zip(self.policies, plans, strict=True):
-            if policy.decode == "dense" and plan.capacity < max(lengths) + new_tokens:
+            if policy.decode == "dense" and plan.capacity < longest + new_tokens:
                 raise UserError(
                     f"policy {policy.name} keeps everything: a budget of {plan.budget} cannot hold "
-                    f"{max(lengths)} + {new_tokens} tokens; give it no budget"
+                    f"{longest} + {new_tokens} tokens; give it no budget"
                 )
-        token_BS = np.zeros((len(prompts), bucket), np.int32)
-        for row, prompt in enumerate(prompts):
-            token_BS[row, : len(prompt)] = prompt
-        setup = Setup(self.model.config, self.policies, plans, self.pin_prompt)
-        return setup, jnp.asarray(token_BS), jnp.asarray(lengths, jnp.int32)
+        return Setup(self.model.config, self.policies, plans, self.pin_prompt)
 
-    def _scorers(self):
+    @property
+    def layer_scorers(self) -> Sequence[Any]:
+        """The parameters of every layer's policy."""
         return self.scorers if self.scorers is not None else [None] * self.model.config.num_layers
 
-    def _programs(self, setup, sampling, steps):
-        start = self._jit("start", (setup, sampling), lambda: jax.jit(partial(decode.start, setup, sampling=sampling)))
-        many = self._jit(
-            "steps",
-            (setup, sampling, steps),
-            lambda: jax.jit(partial(decode.decode_steps, setup, sampling=sampling, steps=steps), donate_argnums=(2,)),
-        )
-        return start, many
+    def steps_program(self, setup: Setup, sampling: SamplingParams, steps: int) -> Callable[..., Any]:
+        """`decode_steps` compiled for that setup: (parameters, scorers, state) -> state, tokens, log-probabilities."""
+        build = partial(decode.decode_steps, setup, sampling=sampling, steps=steps)
+        return self.compiled("steps", (setup, sampling, steps), lambda: jax.jit(build, donate_argnums=(2,)))
 
-    def _jit(self, name, statics, build):
+    def compiled(self, name: str, statics: Hashable, build: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+        """The program of that name for those statics, built once."""
         key = (name, statics)
         if key not in self._compiled:
             self._compiled[key] = build()
         return self._compiled[key]
 
-    def _completion(self, token_n, log_prob_n, sampling, report):
-        stops = np.isin(token_n, [*self.model.config.eos_token_ids, *sampling.stop_tokens])
-        end = int(np.argmax(stops)) if stops.any() else len(token_n)
-        reason = "stop" if stops.any() else "length"
-        return Completion(token_n[:end].tolist(), log_prob_n[:end].tolist(), reason, report)
+    def _prepare(self, prompts, new_tokens):
+        lengths = [len(prompt) for prompt in prompts]
+        setup = self.setup(lengths, new_tokens)
+        return setup, padded(prompts, bucket(max(lengths))), np.asarray(lengths, np.int32)
 
-    def _reports(self, plans, caches, usage):
-        rows = len(usage.survival_B)
-        layer_bytes = tuple(sum(leaf.nbytes for leaf in jax.tree.leaves(cache)) // rows for cache in caches)
-        parts = ("budget", "sinks", "window", "pool", "state_entries", "scratch")
-        shared = dict(
-            {part: _mean_up([getattr(plan, part) for plan in plans]) for part in parts},
-            allocated=_mean_up([plan.slots for plan in plans]),
-            bytes=sum(layer_bytes),
-            pin_prompt=self.pin_prompt,
-            prefill_mode=_each_once(policy.prefill_mode for policy in self.policies),
-            decode=_each_once(policy.decode for policy in self.policies),
-            total_budget=sum(plan.budget for plan in plans),
-            total_allocated=sum(plan.slots for plan in plans),
-            layer_budget=tuple(plan.budget for plan in plans),
-            layer_allocated=tuple(plan.slots for plan in plans),
-            layer_bytes=layer_bytes,
+    def _start_program(self, setup, sampling):
+        return self.compiled(
+            "start", (setup, sampling), lambda: jax.jit(partial(decode.start, setup, sampling=sampling))
         )
-        peaks = (np.asarray(usage.peak_live_BN), np.asarray(usage.peak_mean_BN), np.asarray(usage.survival_B))
-        return [
-            CacheReport(
-                **shared,
-                peak_live=int(live_N.max()),
-                prompt_survival=float(share),
-                layer_peak_live=tuple(live_N.tolist()),
-                layer_peak_mean=tuple(mean_N.tolist()),
-            )
-            for live_N, mean_N, share in zip(*peaks, strict=True)
-        ]
 
 
 _usage = jax.jit(decode.cache_usage)
 _higher = jax.jit(decode.higher_usage)
 
 
-def _mean_up(values):
-    return -(-sum(values) // len(values))
+def _by_layer(owned, layers):
+    """The parameters of a policy's parts, each one list over layers, as those of every layer; of two parts a pair."""
+    if not any(owned):
+        return None
+    found = [tuple(None if part is None else part[layer] for part in owned) for layer in range(layers)]
+    return [parts[0] for parts in found] if len(owned) == 1 else found
 
 
-def _each_once(words):
-    return ", ".join(dict.fromkeys(words))
+def bucket(length: int) -> int:
+    """What a prompt of that many tokens is padded to: a power of two, so that few shapes are ever compiled."""
+    return max(SHORTEST_BUCKET, 1 << (length - 1).bit_length())
 
 
-def _row_seeds(seeds, rows):
+def padded(prompts: Sequence[Sequence[int]], size: int) -> Int[np.ndarray, "B S"]:
+    """The prompts as rows of `size` tokens, padded on the right."""
+    token_BS = np.zeros((len(prompts), size), np.int32)
+    for row, prompt in enumerate(prompts):
+        token_BS[row, : len(prompt)] = prompt
+    return token_BS
+
+
+def row_seeds(seeds: Sequence[int] | None, rows: int) -> Int[np.ndarray, "B"]:
+    """One random stream per row; by default 0, 1, ...
+
+    Raises:
+        UserError: seeds that are not one per prompt.
+    """
     seeds = range(rows) if seeds is None else seeds
     if len(seeds) != rows:
         raise UserError(f"{len(seeds)} seeds for {rows} prompts; give one per prompt")
-    return jnp.asarray([seed % 2**31 for seed in seeds], jnp.int32)
+    return np.asarray([seed % 2**31 for seed in seeds], np.int32)

@@ -64,7 +64,7 @@ def make(settings: PolicySettings) -> Policy:
     return Policy(
         name="cam",
         decode="cam",
-        signals=frozenset({"attention"}),
+        signals=frozenset({"attention", "seed"}),
         prefill_mode="one_shot",
         plan=plan,
         prefill=prefill,

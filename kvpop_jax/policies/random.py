@@ -30,7 +30,7 @@ def make(settings: PolicySettings) -> Policy:
         drift_B = leaving.position_B / jnp.maximum(plan.pool_beside(new.pinned_B), 1)
         return state, drift_B[:, None] + noise_BK
 
-    return expiry_policy("random", settings, parallel, recurrent)
+    return expiry_policy("random", settings, parallel, recurrent, signals=frozenset({"seed"}))
 
 
 def _exponential(seed, position, *, layer, heads):

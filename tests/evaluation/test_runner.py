@@ -172,6 +172,38 @@ def test_an_interrupted_evaluation_keeps_what_is_finished_and_goes_on_without_re
         assert rollout.grade == pytest.approx(at_once[key].grade, abs=1e-5)
 
 
+def test_interrupted_generation_keeps_every_finished_rollout_and_goes_on_with_the_same_answers(
+    output, model, settings, tmp_path, monkeypatch
+):
+    only = dataclasses.replace(settings, tasks=("tiny_math",), policies=("streaming_llm",), batch_size=3)
+    path = tmp_path / "rollouts.jsonl"
+    append = runner.append_rollouts
+
+    def interrupted(path, rollouts):
+        append(path, rollouts)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "append_rollouts", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run_evaluation(model, only, {}, tmp_path, progress=False)
+    first = path.read_text()
+    assert len(first.splitlines()) == 1  # not a whole batch
+
+    run_evaluation(model, only, {}, tmp_path, progress=False)
+    assert path.read_text().startswith(first)
+    at_once, in_parts = read_rollouts(output / "rollouts.jsonl"), read_rollouts(path)
+    assert len(in_parts) == 8
+    assert all(rollout.text == at_once[key].text for key, rollout in in_parts.items())
+    (batch,) = json.loads((tmp_path / "results.json").read_text())["batches"]
+    assert (batch["task"], batch["contestant"]) == ("tiny_math", f"streaming_llm {BUDGET}")
+    assert (batch["requests"], batch["rows"]) == (7, 3)
+    finished_now = [rollout for rollout in in_parts.values() if json.dumps(rollout.key) not in first]
+    assert batch["tokens"] == sum(rollout.tokens for rollout in finished_now)
+    # Seven in threes are three dispatches, most of whose steps come after the fifth and last token.
+    assert batch["occupancy"] == pytest.approx(batch["tokens"] / (3 * 3 * 32))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -2,13 +2,19 @@
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
+import chex
+import jax
 import numpy as np
 import pytest
 from inference.tiny_model import CONFIG, distinct_tokens, make_policy, random_scorer, tiny_model
 
 from kvpop_jax.errors import UserError
 from kvpop_jax.inference import Completion, Generator, SamplingParams
+from kvpop_jax.inference import generator as generator_module
+from kvpop_jax.scorers import MLPSettings, dims_of, mlp_scorer
+from kvpop_jax.scorers.files import save_scorer
 
 BUDGET, NEW_TOKENS = 30, 40
 # The first two prompts alone are padded less than beside the third, which is longer than the budget too.
@@ -60,16 +66,42 @@ def test_streaming_yields_the_tokens_of_a_completion():
     assert len(set(wanted.tokens)) > 5
 
 
-def test_a_stop_token_ends_a_completion_and_its_report_but_changes_nothing_before():
+def test_a_stop_token_ends_a_completion_and_its_report_but_changes_nothing_before(monkeypatch):
     endless = generator("tova").generate(PROMPTS[1:2], GREEDY, SEEDS[1:2])[0]
     end = next(n for n in range(2, BUDGET // 2) if endless.tokens[n] not in endless.tokens[:n])
     stop = endless.tokens[end]
     model = replace(tiny_model(), config=replace(CONFIG, eos_token_ids=(stop,)))
-    stopped = replace(generator("tova"), model=model).generate(PROMPTS[1:2], GREEDY, SEEDS[1:2])[0]
+    stopping = replace(generator("tova"), model=model)
+    stopped = stopping.generate(PROMPTS[1:2], GREEDY, SEEDS[1:2])[0]
     assert (stopped.tokens, stopped.finish_reason) == (endless.tokens[:end], "stop")
     assert (endless.finish_reason, endless.cache.peak_live) == ("length", BUDGET)
     # The prompt and the tokens before the stop token were all there is: the steps that ran on are not reported.
     assert (stopped.cache.peak_live, stopped.cache.prompt_survival) == (len(PROMPTS[1]) + end, 1.0)
+    # Sampled by the last step of a dispatch, and not fed any more.
+    monkeypatch.setattr(generator_module, "STEPS_PER_DISPATCH", end)
+    assert stopping.generate(PROMPTS[1:2], GREEDY, SEEDS[1:2])[0] == stopped
+
+
+def test_a_generator_from_files_has_the_policy_the_sizes_and_the_scorer_it_was_asked_for(tmp_path):
+    source = str(Path(__file__).parents[2] / "assets" / "qwen3-tiny-math")
+    bounded = Generator.from_pretrained(source, policy="streaming_llm", budget=64, window=8)
+    (plan,) = set(bounded.plans(0))
+    assert (bounded.policies[0].name, plan.sinks, plan.window, plan.pool) == ("streaming_llm", 4, 8, 52)
+    assert Generator.from_pretrained(source).policies[0].name == "dense"
+
+    settings, config = MLPSettings(width=4), bounded.model.config
+    scorer = mlp_scorer(settings, dims_of(config))
+    params = [scorer.init(jax.random.key(layer)) for layer in range(config.num_layers)]
+    trained = {"policy": "kvpop_mlp", "sinks": 2, "window": 6, "budgets": {48: 40}, "pin_prompt": False}
+    save_scorer(tmp_path, bounded.model, scorer, settings, params, **trained)
+    learned = Generator.from_pretrained(source, scorer=str(tmp_path), budget=48)
+    (plan,) = set(learned.plans(0))
+    assert (learned.policies[0].name, plan.sinks, plan.window) == ("kvpop_mlp", 2, 6)
+    chex.assert_trees_all_equal(learned.scorers, params)
+    both = Generator.from_pretrained(source, scorer=str(tmp_path), policy="snapkv+kvpop_mlp", budget=48)
+    chex.assert_trees_all_equal(both.scorers, [(None, own) for own in params])
+    with pytest.raises(UserError, match="trained for budgets 48, not 64"):
+        Generator.from_pretrained(source, scorer=str(tmp_path), budget=64)
 
 
 @pytest.mark.core

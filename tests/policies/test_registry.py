@@ -1,12 +1,18 @@
 """Choosing a policy by name."""
 
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
-from inference.tiny_model import SCORERS
+from inference.tiny_model import CONFIG, ENTRY_BYTES, SCORERS, make_policy, random_scorer, tiny_model
 
 from kvpop_jax import policies
 from kvpop_jax.errors import UserError
+from kvpop_jax.inference import decode_step, prefill
+from kvpop_jax.inference.decode import Setup
 from kvpop_jax.policies import PolicySettings
 
 FOLDER = Path(policies.__file__).parent
@@ -21,6 +27,21 @@ def test_every_file_that_defines_a_policy_is_listed_and_made_under_its_own_name(
         made = policies.make(name, PolicySettings(scorer=SCORERS.get(name)))
         assert made.name == name
         assert (made.prefill_mode == "expiry") == (made.priorities is not None)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_only_policies_that_say_so_read_the_seeds(name):
+    policy = make_policy(name)
+    plan = policy.plan(40, CONFIG, ENTRY_BYTES)
+    setup = Setup(CONFIG, (policy,) * CONFIG.num_layers, (plan,) * CONFIG.num_layers, pin_prompt=False)
+    scorers = [random_scorer(name, layer) for layer in range(CONFIG.num_layers)]
+    rows = jax.ShapeDtypeStruct((2,), np.int32)
+    text = jax.ShapeDtypeStruct((2, 48), np.int32)
+    refusal = pytest.raises((AttributeError, TypeError, ValueError)) if "seed" in policy.signals else nullcontext()
+    # There are no seeds to be read.
+    with refusal:
+        _, caches = jax.eval_shape(partial(prefill, setup, seed_B=None), tiny_model().params, scorers, text, rows)
+        jax.eval_shape(partial(decode_step, setup, seed_B=None), tiny_model().params, scorers, caches, rows, rows, rows)
 
 
 @pytest.mark.core

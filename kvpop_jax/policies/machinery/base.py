@@ -83,8 +83,9 @@ class Policy:
         name: as in the registry.
         decode: the policy whose rule the steps follow: itself, or for a prefill-only method the one that keeps it
             bounded; recorded with every result.
-        signals: what it reads beside keys and values: "hidden", "attention" (queries), "tokens". Nothing else of these
-            is looked at, so nothing else is computed.
+        signals: what it reads beside keys and values: "hidden", "attention" (queries), "tokens", "seed". Nothing else
+            of these is looked at, so nothing else is computed. Without "seed" equal prompts leave equal caches, and one
+            prefill serves all completions of a prompt.
         prefill_mode: "expiry" (any chunking of the prompt gives one result) or "one_shot" (evicts after the prompt's
             attention); recorded with every result.
         plan: (budget, model, bytes of a key and a value) -> sizes of the cache; refuses a budget that leaves no pool.
