@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from kvpop_jax import cli, policies
+from kvpop_jax import policies
 from kvpop_jax.errors import UserError
 from kvpop_jax.evaluation import tasks
 from kvpop_jax.evaluation.command import check, main, parse_command, text_pieces
-from kvpop_jax.polykv.settings import CalibrateSettings
 
 ROOT = Path(__file__).parents[2]
 
@@ -110,7 +109,6 @@ def test_streamed_text_of_a_real_tokenizer_is_its_decoded_text():
 def test_every_preset_can_be_given_to_eval():
     for path in sorted((ROOT / "configs").glob("*.yaml")):
         if path.stem.startswith("polykv_"):  # of calibrate.py
-            assert cli.parse(CalibrateSettings, ["--config", str(path)]).output == "plan.yaml"
             continue
         command = parse_command(["--config", str(path), "--model", "any"])
         assert set(command.policies) <= set(policies.names()), path

@@ -14,7 +14,7 @@ from kvpop_jax import policies
 from kvpop_jax.config import LossConfig, TargetConfig
 from kvpop_jax.models import ModelConfig, init_params
 from kvpop_jax.policies import PolicySettings
-from kvpop_jax.scorers import MLPSettings, MLSTMSettings
+from kvpop_jax.scorers import MLPSettings, MLSTMSettings, dims_of
 from kvpop_jax.scorers.files import make_scorer
 from kvpop_jax.training import distill
 from kvpop_jax.training.data import Batch
