@@ -16,6 +16,8 @@ from kvpop_jax.eviction import token_layout
 from kvpop_jax.models.rope import unscaled_frequencies
 from kvpop_jax.policies import NewToken, PolicySettings, Prompt, read_prompt
 
+pytestmark = pytest.mark.literal
+
 SETTINGS = PolicySettings(sinks=SINKS, window=WINDOW, methods=METHODS)
 KV_HEADS, DIM, BUDGET, LONGEST, NEW = 2, 8, 16, 32, 14
 ENTRY_BYTES = 2 * DIM * 4

@@ -16,6 +16,8 @@ from kvpop_jax.polykv.measure import Candidate, alone, measure
 from kvpop_jax.polykv.signals import make_replay, read_reference
 from kvpop_jax.training.scan import stack_layers
 
+pytestmark = pytest.mark.literal
+
 PROMPT, LENGTH, BUDGET, ROWS = 28, 40, 14, 2
 TOKEN_BT = distinct_tokens(ROWS, LENGTH)
 SEEDS = [7, 8]
