@@ -11,6 +11,8 @@ from kvpop_jax.models import ModelConfig, init_params, load_tokenizer, save_mode
 from kvpop_jax.polykv import read_plan
 from kvpop_jax.polykv.command import main
 
+pytestmark = pytest.mark.literal
+
 TINY_MATH = Path(__file__).parents[2] / "assets" / "qwen3-tiny-math"
 SIZES = [
     "--budget",
