@@ -2,10 +2,10 @@
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.backend import select_backend
+from pallas_kernels.backend import Backend, select_backend
 from pallas_kernels.decode_attention import reference
 
-_BACKENDS = {"reference": reference.decode_attention}
+_BACKENDS = {"reference": Backend(reference.decode_attention)}
 
 
 def decode_attention(
@@ -43,5 +43,5 @@ def decode_attention(
     Raises:
         BackendError: the back end is unknown or refuses the arguments.
     """
-    run = _BACKENDS[select_backend("decode_attention", backend, _BACKENDS)]
-    return run(q_BHD, k_BKCD, v_BKCD, position_BKC, k_new_BKD, v_new_BKD, slot_BK, return_probabilities)
+    arguments = q_BHD, k_BKCD, v_BKCD, position_BKC, k_new_BKD, v_new_BKD, slot_BK, return_probabilities
+    return _BACKENDS[select_backend("decode_attention", backend, _BACKENDS, arguments)].run(*arguments)

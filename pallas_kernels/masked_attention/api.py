@@ -2,13 +2,13 @@
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.backend import select_backend
+from pallas_kernels.backend import Backend, select_backend
 from pallas_kernels.masked_attention import reference
 
 NEVER = 2**31 - 1
 """The expiry of a token that is never evicted."""
 
-_BACKENDS = {"reference": reference.masked_attention}
+_BACKENDS = {"reference": Backend(reference.masked_attention)}
 
 
 def masked_attention(
@@ -41,5 +41,5 @@ def masked_attention(
     Raises:
         BackendError: the back end is unknown or refuses the arguments.
     """
-    run = _BACKENDS[select_backend("masked_attention", backend, _BACKENDS)]
-    return run(q_BTHD, k_BSKD, v_BSKD, expiry_BKS, segment_BS, bias_BKS, bias_delay)
+    arguments = q_BTHD, k_BSKD, v_BSKD, expiry_BKS, segment_BS, bias_BKS, bias_delay
+    return _BACKENDS[select_backend("masked_attention", backend, _BACKENDS, arguments)].run(*arguments)

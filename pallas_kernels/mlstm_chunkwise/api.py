@@ -12,13 +12,13 @@ In units of exp(m) the bound of the denominator is 1 whatever `m` is, so any `m`
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.backend import select_backend
+from pallas_kernels.backend import Backend, select_backend
 from pallas_kernels.mlstm_chunkwise import reference
 from pallas_kernels.mlstm_chunkwise.state import MLSTMState, mlstm_initial_state
 
 __all__ = ["MLSTMState", "mlstm_chunkwise", "mlstm_initial_state", "mlstm_step"]
 
-_BACKENDS = {"reference": reference.mlstm_chunkwise}
+_BACKENDS = {"reference": Backend(reference.mlstm_chunkwise)}
 
 
 def mlstm_chunkwise(
@@ -58,8 +58,8 @@ def mlstm_chunkwise(
     if state is None:
         (B, _, K, X), Y = q_BSKX.shape, v_BSKY.shape[-1]
         state = mlstm_initial_state(B, K, X, Y)
-    run = _BACKENDS[select_backend("mlstm_chunkwise", backend, _BACKENDS)]
-    return run(q_BSKX, k_BSKX, v_BSKY, i_BSK, f_BSK, state, segment_BS, chunk)
+    arguments = q_BSKX, k_BSKX, v_BSKY, i_BSK, f_BSK, state, segment_BS, chunk
+    return _BACKENDS[select_backend("mlstm_chunkwise", backend, _BACKENDS, arguments)].run(*arguments)
 
 
 def mlstm_step(

@@ -2,10 +2,10 @@
 
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.backend import select_backend
+from pallas_kernels.backend import Backend, select_backend
 from pallas_kernels.received_log_mass import reference
 
-_BACKENDS = {"reference": reference.received_log_mass}
+_BACKENDS = {"reference": Backend(reference.received_log_mass)}
 
 
 def received_log_mass(
@@ -39,5 +39,5 @@ def received_log_mass(
     Raises:
         BackendError: the back end is unknown or refuses the arguments.
     """
-    run = _BACKENDS[select_backend("received_log_mass", backend, _BACKENDS)]
-    return run(q_BTHD, k_BSKD, lse_BHT, segment_BS, delay, query_BT)
+    arguments = q_BTHD, k_BSKD, lse_BHT, segment_BS, delay, query_BT
+    return _BACKENDS[select_backend("received_log_mass", backend, _BACKENDS, arguments)].run(*arguments)
