@@ -1,17 +1,20 @@
 """Milliseconds per decode step of every policy, beside full caches and the memory-bandwidth floor.
 
-    python benchmarks/decode.py --shape tiny --policies dense,streaming_llm,tova,kvpop --budget 256 --position 1024
-    python benchmarks/decode.py --shape qwen3_8b --policies all --budget 4096 --position 16384 --batch 1,32
+    python benchmarks/decode.py --shape tiny --policies dense,streaming_llm,tova,kvpop --budget 256 --positions 1024
+    python benchmarks/decode.py --shape qwen3_8b --policies all --budget 4096 --positions 16384 --batch 1,32
 
-Weights are random and caches are filled as they stand at `--position`; only shapes matter for time. All programs are
-compiled first and then run in turns, so that their ratios come from the same minutes. The floor reads all weights and
-the whole cache once, at the bandwidth that a copy reaches in the same run.
+Weights are random and caches are filled as they stand at each position; only shapes matter for time. The programs of a
+batch size are compiled first and then run in turns, so that their ratios come from the same minutes. The floor reads
+all weights and the whole cache once, at the bandwidth that a copy reaches in the same run. Peak memory is what the
+compiler accounts for: arguments, outputs and temporaries, aliased ones once.
 """
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,12 +23,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int
 
 from kvpop_jax import cli, policies
 from kvpop_jax.cache import LayerCache, entry_bytes
 from kvpop_jax.errors import UserError
 from kvpop_jax.inference import SamplingParams, decode
-from kvpop_jax.inference.decode import CacheUsage, DecodeState, Setup
+from kvpop_jax.inference.decode import DecodeState, Setup
 from kvpop_jax.models import DecoderParams, ModelConfig, default_dtype, init_params
 from kvpop_jax.policies import PolicySettings
 from kvpop_jax.scorers import MLPSettings, MLSTMSettings, Scorer, dims_of, mlp_scorer, mlstm_scorer
@@ -59,109 +63,179 @@ class Row:
     ms_per_step: float
     of_streaming: float | None
     floor_share: float
+    tokens_per_s: float
     cache_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A policy's compiled steps at one batch size and capacity, and how to fill its caches.
+
+    Attributes:
+        positions: what it is timed at; a bounded cache is the same program at each.
+        run: (parameters, scorers, state) -> state, tokens, log-probabilities; `steps` steps in one dispatch.
+        start: position -> a state to go on from.
+        cache_bytes, peak_bytes: of all caches; of everything the program needs at once.
+    """
+
+    policy: str
+    batch: int
+    positions: tuple[int, ...]
+    run: Callable[..., Any]
+    scorers: list[Any]
+    start: Callable[[int], DecodeState]
+    cache_bytes: int
+    peak_bytes: int
 
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--layers", type=int, help="fewer layers than the shape has, for a quick look")
     parser.add_argument("--policies", default="dense,streaming_llm,tova,kvpop", help="names, or all")
     parser.add_argument("--budget", type=int, default=256, help="entries per KV head")
     parser.add_argument("--window", type=int, default=32)
-    parser.add_argument("--position", type=int, default=1024, help="tokens already in the sequence")
-    parser.add_argument("--batch", default="1", help="batch sizes, comma-separated")
+    parser.add_argument("--positions", default="1024", help="tokens already in the sequence, comma-separated")
+    parser.add_argument("--batch", default="1", help="batch sizes, comma-separated; max is the largest that fits")
     parser.add_argument("--steps", type=int, default=16, help="steps per dispatch")
-    parser.add_argument("--rounds", type=int, default=9, help="dispatches of each program, in turns; medians count")
+    parser.add_argument("--rounds", type=int, default=3, help="dispatches timed in each turn, after one to warm up")
+    parser.add_argument("--turns", type=int, default=3, help="turns; medians over all count")
     parser.add_argument("--output", type=Path, help="JSON file to write as well")
     options = parser.parse_args(argv)
     config, dtype = SHAPES[options.shape], default_dtype()
+    config = replace(config, num_layers=options.layers or config.num_layers)
     names = policies.names() if options.policies == "all" else options.policies.split(",")
     for name in names:
         policies.check(name)
     params = jax.jit(partial(init_params, config, dtype=dtype))(jax.random.key(0))
     bandwidth = copy_bandwidth()
-    print(f"{jax.devices()[0].device_kind}, {options.shape}, {dtype.name}; copy {bandwidth / 1e9:.0f} GB/s")
-    rows = [
-        row
-        for batch in map(int, options.batch.split(","))
-        for row in measure(config, params, names, batch, options, bandwidth)
-    ]
+    print(f"{jax.devices()[0].device_kind}, {options.shape}, {dtype.name}; copy {bandwidth / 1e9:.0f} GB/s", flush=True)
+    rows = []
+    for batch in options.batch.split(","):
+        programs = compile_all(config, params, names, batch, options)
+        rows += to_rows(programs, time_all(programs, params, options), read_bytes(config, params), bandwidth, options)
     print(table(rows))
     if options.output is not None:
         options.output.write_text(json.dumps([vars(row) for row in rows], indent=2) + "\n", encoding="utf-8")
     return 0
 
 
-def measure(
-    config: ModelConfig,
-    params: DecoderParams,
-    names: list[str],
-    batch: int,
+def compile_all(
+    config: ModelConfig, params: DecoderParams, names: list[str], batch: str, options: argparse.Namespace
+) -> list[Program]:
+    """The programs of one batch size, compiled side by side: XLA needs one core for each."""
+    positions = tuple(map(int, options.positions.split(",")))
+    wanted = [(name, positions) for name in names if name != "dense"]
+    # A dense cache is given just the slots its position needs: the best that a cache that grows could do.
+    wanted += [("dense", (position,)) for position in positions if "dense" in names]
+    waiting = []
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for name, at in wanted:
+            try:
+                waiting.append(pool.submit(*lowered(config, params, name, batch, at, options)))
+            except UserError as error:
+                print(f"{name}: left out, {error}")
+        return [each.result() for each in waiting]
+
+
+def lowered(
+    config: ModelConfig, params: DecoderParams, name: str, batch: str, positions: tuple[int, ...],
     options: argparse.Namespace,
-    bandwidth: float,
-) -> list[Row]:
-    """Times every policy at one batch size, in turns."""
-    runs: dict[str, Callable[[], None]] = {}
-    sizes: dict[str, int] = {}
-    for name in names:
-        try:
-            runs[name], sizes[name] = program(config, params, name, batch, options)
-        except UserError as error:
-            print(f"{name}: left out, {error}")
-    for run in runs.values():
-        run()  # compiles
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(options.rounds):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            run()
-            seconds[name].append((time.perf_counter() - start) / options.steps)
-    typical = {name: float(np.median(values)) for name, values in seconds.items()}
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    if not config.tie_embeddings:
-        weights -= params.embedding_VE.nbytes  # one row of it is read
-    streaming = typical.get("streaming_llm")
-    return [
-        Row(
-            policy=name,
-            budget=None if name == "dense" else options.budget,
-            batch=batch,
-            position=options.position,
-            ms_per_step=1e3 * found,
-            of_streaming=None if streaming is None else found / streaming,
-            floor_share=(weights + sizes[name]) / bandwidth / found,
-            cache_bytes=sizes[name],
-        )
-        for name, found in typical.items()
-    ]
-
-
-def program(
-    config: ModelConfig, params: DecoderParams, name: str, batch: int, options: argparse.Namespace
-) -> tuple[Callable[[], None], int]:
-    """A function that runs `steps` steps and waits, and the bytes of all caches."""
+) -> tuple[Callable[[], Program]]:  # fmt: skip
+    """What is left to do for a program once it is traced: to compile it."""
     scorer = _scorers(config).get(name)
     policy = policies.make(name, PolicySettings(4, options.window, scorer))
     size = entry_bytes(config.head_dim, params.embedding_VE.dtype)
-    budget = options.position + (options.rounds + 2) * options.steps if name == "dense" else options.budget
-    budgets = policy.layer_budgets(budget, config.num_layers)
+    fed = (options.rounds + 1) * options.steps
+    budgets = policy.layer_budgets(positions[0] + fed if name == "dense" else options.budget, config.num_layers)
     plans = tuple(policy.plan(each, config, size) for each in budgets)
     setup = Setup(config, (policy,) * config.num_layers, plans, pin_prompt=False)
     own = [None if scorer is None else scorer.init(jax.random.key(n)) for n in range(config.num_layers)]
-    state = filled_state(setup, params, own, batch, options.position)
-    cache_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state.caches))
+    row = jax.eval_shape(partial(filled_state, setup, params, own, 1, 0))
+    rows = largest_batch(params, row) if batch == "max" else int(batch)
+    start = jax.jit(partial(filled_state, setup, params, own, rows))
+    state = jax.eval_shape(start, 0)
     sampling = SamplingParams(temperature=0.0, max_new_tokens=1 << 19)
     steps = jax.jit(partial(decode.decode_steps, setup, sampling=sampling, steps=options.steps), donate_argnums=(2,))
+    traced = steps.lower(params, own, state)
 
-    def run() -> None:
-        nonlocal state
-        state, tokens, _ = steps(params, own, state)
-        jax.block_until_ready(tokens)
+    def finish() -> Program:
+        run = traced.compile()
+        memory: Any = run.memory_analysis()
+        peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes
+        return Program(name, rows, positions, run, own, start, _bytes(state.caches), peak - memory.alias_size_in_bytes)
 
-    return run, cache_bytes
+    return (finish,)
 
 
-def filled_state(setup: Setup, params: DecoderParams, own: list[Any], batch: int, position: int) -> DecodeState:
+def largest_batch(params: DecoderParams, row: DecodeState) -> int:
+    """Rows whose caches fit beside the weights, with room for each row's logits and a twentieth to spare."""
+    stats = jax.devices()[0].memory_stats()
+    if stats is None:
+        raise UserError("--batch max needs a device that reports its memory; give a number")
+    logits = 4 * 4 * params.embedding_VE.shape[0]
+    return max(1, int(0.95 * stats["bytes_limit"] - _bytes(params)) // (_bytes(row.caches) + logits))
+
+
+def time_all(
+    programs: list[Program], params: DecoderParams, options: argparse.Namespace
+) -> dict[tuple[Program, int], float]:
+    """Median seconds per step of every program and position, taken in turns."""
+    seconds: dict[tuple[Program, int], list[float]] = {}
+    for _ in range(options.turns):
+        for program in programs:
+            for position in program.positions:
+                state = program.start(position)  # Freed before the next one: at large batches two do not fit.
+                for number in range(options.rounds + 1):
+                    began = time.perf_counter()
+                    state, tokens, _ = program.run(params, program.scorers, state)
+                    jax.block_until_ready(tokens)
+                    if number:
+                        spent = (time.perf_counter() - began) / options.steps
+                        seconds.setdefault((program, position), []).append(spent)
+                del state, tokens
+    return {key: float(np.median(values)) for key, values in seconds.items()}
+
+
+def to_rows(
+    programs: list[Program],
+    seconds: dict[tuple[Program, int], float],
+    weights: int,
+    bandwidth: float,
+    options: argparse.Namespace,
+) -> list[Row]:
+    """Rows of the table, each beside StreamingLLM's at the same batch and position."""
+    streaming = {
+        (program.batch, at): found for (program, at), found in seconds.items() if program.policy == "streaming_llm"
+    }
+    return [
+        Row(
+            policy=program.policy,
+            budget=None if program.policy == "dense" else options.budget,
+            batch=program.batch,
+            position=at,
+            ms_per_step=1e3 * found,
+            of_streaming=found / streaming[program.batch, at] if (program.batch, at) in streaming else None,
+            floor_share=(weights + program.cache_bytes) / bandwidth / found,
+            tokens_per_s=program.batch / found,
+            cache_bytes=program.cache_bytes,
+            peak_bytes=program.peak_bytes,
+        )
+        for program in programs
+        for at in program.positions
+        for found in [seconds[program, at]]
+    ]
+
+
+def read_bytes(config: ModelConfig, params: DecoderParams) -> int:
+    """Weights that a step reads: all, but one row of an embedding that is not the head too."""
+    return _bytes(params) - (0 if config.tie_embeddings else params.embedding_VE.nbytes)
+
+
+def filled_state(
+    setup: Setup, params: DecoderParams, own: list[Any], batch: int, position: int | Int[Array, ""]
+) -> DecodeState:
     """Rows that have read `position` tokens: every slot but scratch is taken, by the latest tokens."""
     token_BS = jnp.zeros((batch, 8), jnp.int32)
     length_B = jnp.full(batch, 8, jnp.int32)
@@ -169,13 +243,12 @@ def filled_state(setup: Setup, params: DecoderParams, own: list[Any], batch: int
     caches = [_filled(shape, plan.capacity, position) for shape, plan in zip(shapes, setup.plans, strict=True)]
     at_B, zero_B = jnp.full(batch, position, jnp.int32), jnp.zeros(batch, jnp.int32)
     usage = decode.cache_usage(caches, at_B)
-    usage = CacheUsage(*(jnp.array(leaf) for leaf in (usage.peak_live_BN, usage.peak_mean_BN, usage.survival_B)))
     return DecodeState(caches, zero_B, jnp.zeros(batch), at_B, length_B, at_B + 1, jnp.zeros(batch, bool), usage)
 
 
-def _filled(shape: LayerCache, capacity: int, position: int) -> LayerCache:
+def _filled(shape: LayerCache, capacity: int, position: int | Int[Array, ""]) -> LayerCache:
     slots = shape.position_BKC.shape[-1]
-    taken = min(capacity, position)
+    taken = jnp.minimum(capacity, position)
     position_C = jnp.where(jnp.arange(slots) < taken, position - taken + jnp.arange(slots), -1)
     window = shape.ring_BKW.shape[-1]
     ring_W = jnp.zeros(window, jnp.int32)
@@ -190,9 +263,9 @@ def _filled(shape: LayerCache, capacity: int, position: int) -> LayerCache:
     return LayerCache(
         noise(shape.k_BKCD),
         noise(shape.v_BKCD),
-        jnp.broadcast_to(position_C, shape.position_BKC.shape).astype(jnp.int32) + 0,
+        jnp.broadcast_to(position_C, shape.position_BKC.shape).astype(jnp.int32),
         noise(shape.priority_BKC),
-        jnp.broadcast_to(ring_W, shape.ring_BKW.shape).astype(jnp.int32) + 0,
+        jnp.broadcast_to(ring_W, shape.ring_BKW.shape).astype(jnp.int32),
         jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), shape.state),
     )
 
@@ -214,16 +287,20 @@ def copy_bandwidth() -> float:
 def table(rows: list[Row]) -> str:
     """The rows as Markdown."""
     lines = [
-        "| policy | budget | batch | ms per step | of streaming_llm | share of floor | cache MiB |",
-        "|---|---|---|---|---|---|---|",
+        "| policy | budget | batch | position | ms per step | of streaming_llm | share of floor | tokens/s | peak GB |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         ratio = "" if row.of_streaming is None else f"{row.of_streaming:.2f}"
         lines.append(
-            f"| {row.policy} | {row.budget or row.position} | {row.batch} | {row.ms_per_step:.3f} | {ratio} "
-            f"| {row.floor_share:.2f} | {row.cache_bytes / 2**20:.1f} |"
+            f"| {row.policy} | {row.budget or row.position} | {row.batch} | {row.position} | {row.ms_per_step:.3f} "
+            f"| {ratio} | {row.floor_share:.2f} | {row.tokens_per_s:.1f} | {row.peak_bytes / 1e9:.2f} |"
         )
     return "\n".join(lines)
+
+
+def _bytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _scorers(config: ModelConfig) -> dict[str, Scorer]:

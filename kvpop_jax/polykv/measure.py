@@ -138,7 +138,8 @@ def _replay(
     policy = alone(candidate.policy, dense, phase, budget)
     size = entry_bytes(model.config.head_dim, model.dtype)
     plan = policy.plan(length if phase == "prefill" else budget, model.config, size)
-    return make_replay(model.config, policy, plan, prompt=prompt, perplexity=perplexity)
+    changes = phase == "prefill" and candidate.policy.prefill_mode == "expiry"
+    return make_replay(model.config, policy, plan, prompt=prompt, prompt_changes=changes, perplexity=perplexity)
 
 
 def _entropy(attended_NT: np.ndarray) -> np.ndarray:

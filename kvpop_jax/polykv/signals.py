@@ -82,7 +82,7 @@ def read_reference(
 
 
 def make_replay(
-    config: ModelConfig, policy: Policy, plan: CachePlan, *, prompt: int, perplexity: bool
+    config: ModelConfig, policy: Policy, plan: CachePlan, *, prompt: int, prompt_changes: bool, perplexity: bool
 ) -> Callable[[DecoderParams, Any, Reference, Int[Array, ""], Int[Array, "B"]], tuple[Array, Array]]:
     """A compiled (stacked weights, policy's parameters of the layer, reference, layer, seeds) -> cosines, losses.
 
@@ -91,14 +91,15 @@ def make_replay(
     Args:
         config, policy, plan: the model, what rules the layer, and the layer's cache.
         prompt: tokens of the prompts.
+        prompt_changes: the policy evicts within the prompt, so the prompt's own activations change and all of it runs
+            again above; else only the continuation does, on the reference's keys and values of the prompt.
         perplexity: also run the layers above.
 
     Returns of the function:
         Cosine between the attention block's output and the reference's, [B, C]; and the continuation's negative
         log-likelihoods [B, C - 1], those of the reference where perplexity is not asked for.
     """
-    # Static: a policy that evicts within the prompt changes the prompt's activations, and then all of it runs again.
-    first = 0 if policy.prefill_mode == "expiry" else prompt
+    first = 0 if prompt_changes else prompt
 
     @jax.jit
     def replay(params, own, reference, layer, seed_B):

@@ -38,7 +38,8 @@ def reference(stacked):
 def replay_of(name, phase, budget):
     policy = alone(make_policy(name), make_policy("dense"), phase, budget)
     plan = policy.plan(LENGTH if phase == "prefill" else budget, CONFIG, ENTRY_BYTES)
-    return make_replay(CONFIG, policy, plan, prompt=PROMPT, perplexity=True)
+    changes = phase == "prefill" and make_policy(name).prefill_mode == "expiry"
+    return make_replay(CONFIG, policy, plan, prompt=PROMPT, prompt_changes=changes, perplexity=True)
 
 
 def replayed(name, phase, budget, layer, stacked, reference):
