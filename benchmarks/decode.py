@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Int
 
 from kvpop_jax import cli, policies
@@ -30,6 +31,7 @@ from kvpop_jax.cache import LayerCache, entry_bytes
 from kvpop_jax.errors import UserError
 from kvpop_jax.inference import SamplingParams, decode
 from kvpop_jax.inference.decode import DecodeState, Setup
+from kvpop_jax.inference.generator import SLOT_MULTIPLE
 from kvpop_jax.models import DecoderParams, ModelConfig, default_dtype, init_params
 from kvpop_jax.policies import PolicySettings
 from kvpop_jax.scorers import MLPSettings, MLSTMSettings, Scorer, dims_of, mlp_scorer, mlstm_scorer
@@ -148,7 +150,8 @@ def lowered(
     policy = policies.make(name, PolicySettings(4, options.window, scorer))
     size = entry_bytes(config.head_dim, params.embedding_VE.dtype)
     fed = (options.rounds + 1) * options.steps
-    budgets = policy.layer_budgets(positions[0] + fed if name == "dense" else options.budget, config.num_layers)
+    whole = -(-(positions[0] + fed) // SLOT_MULTIPLE) * SLOT_MULTIPLE
+    budgets = policy.layer_budgets(whole if name == "dense" else options.budget, config.num_layers)
     plans = tuple(policy.plan(each, config, size) for each in budgets)
     setup = Setup(config, (policy,) * config.num_layers, plans, pin_prompt=False)
     own = [None if scorer is None else scorer.init(jax.random.key(n)) for n in range(config.num_layers)]
@@ -271,17 +274,17 @@ def _filled(shape: LayerCache, capacity: int, position: int | Int[Array, ""]) ->
 
 
 def copy_bandwidth() -> float:
-    """Bytes per second that an addition to a large array moves, reading and writing."""
-    size = 1 << (30 if jax.default_backend() != "cpu" else 27)
-    array = jnp.zeros(size // 4, jnp.float32)
+    """Bytes per second that additions to a large array move, reading and writing it several times in one program."""
+    passes, size = 8, 1 << (32 if jax.default_backend() != "cpu" else 27)
     # In place, so that no fresh pages are touched.
-    bump = jax.jit(lambda x: x + 1, donate_argnums=0)
+    bump = jax.jit(lambda x: lax.fori_loop(0, passes, lambda _, y: y + 1, x), donate_argnums=0)
+    array = bump(jnp.zeros(size // 4, jnp.float32))
     seconds = []
-    for _ in range(8):
+    for _ in range(5):
         start = time.perf_counter()
         array = jax.block_until_ready(bump(array))
         seconds.append(time.perf_counter() - start)
-    return 2 * size / float(np.median(seconds[1:]))
+    return 2 * size * passes / float(np.median(seconds))
 
 
 def table(rows: list[Row]) -> str:

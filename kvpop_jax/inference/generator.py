@@ -24,6 +24,7 @@ from kvpop_jax.scorers.files import load_scorer
 
 STEPS_PER_DISPATCH = 32
 SHORTEST_BUCKET = 64
+SLOT_MULTIPLE = 128
 
 
 @dataclass(frozen=True, eq=False)
@@ -244,7 +245,8 @@ class Generator:
         longest = max(lengths)
         steps = -(-new_tokens // STEPS_PER_DISPATCH) * STEPS_PER_DISPATCH
         self.check_prompt(longest)
-        plans = self.plans(bucket(longest) + steps)
+        # Matrix kernels of GPUs pad, that is copy, a cache whose slots are not a multiple of this.
+        plans = self.plans(-(-(bucket(longest) + steps) // SLOT_MULTIPLE) * SLOT_MULTIPLE)
         for policy, plan in zip(self.policies, plans, strict=True):
             if policy.decode == "dense" and plan.capacity < longest + new_tokens:
                 raise UserError(

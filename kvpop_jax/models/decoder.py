@@ -21,18 +21,20 @@ from pallas_kernels.masked_attention import NEVER, masked_attention
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerParams:
-    """Weights of one layer; matrices are (in, out), so that a projection is `x @ w`."""
+    """Weights of one layer; matrices are (in, out), so that a projection is `x @ w`.
+
+    What reads the same input is one matrix: a decode step is bound by memory, and small matrices do not reach its
+    speed. `qkv_proj` holds for each KV head its G query heads, then its key, then its value, so that heads can be
+    sharded without parting a group; `gate_up_proj` the gates, then what they gate.
+    """
 
     attention_norm_E: Float[Array, "E"]
-    q_proj: Float[Array, "E HD"]
-    k_proj: Float[Array, "E KD"]
-    v_proj: Float[Array, "E KD"]
+    qkv_proj: Float[Array, "E K G+2 D"]
     o_proj: Float[Array, "HD E"]
     q_norm_D: Float[Array, "D"] | None
     k_norm_D: Float[Array, "D"] | None
     mlp_norm_E: Float[Array, "E"]
-    gate_proj: Float[Array, "E F"]
-    up_proj: Float[Array, "E F"]
+    gate_up_proj: Float[Array, "E 2 F"]
     down_proj: Float[Array, "F E"]
 
 
@@ -137,7 +139,8 @@ def apply_layer(
     residual_BTE = residual_BTE + o_BTHD.reshape(batch, length, -1) @ layer.o_proj
 
     x_BTE = rms_norm(residual_BTE, layer.mlp_norm_E, config.rms_norm_eps)
-    gated_BTF = jax.nn.silu(x_BTE @ layer.gate_proj) * (x_BTE @ layer.up_proj)
+    gate_BTF, up_BTF = jnp.split(x_BTE @ layer.gate_up_proj.reshape(x_BTE.shape[-1], -1), 2, axis=-1)
+    gated_BTF = jax.nn.silu(gate_BTF) * up_BTF
     return residual_BTE + gated_BTF @ layer.down_proj, extra
 
 
@@ -147,9 +150,10 @@ def layer_inputs(
     """What a layer's attention reads, from the residual stream that enters the layer."""
     batch, length, _ = residual_BTE.shape
     x_BTE = rms_norm(residual_BTE, layer.attention_norm_E, config.rms_norm_eps)
-    q_BTHD = (x_BTE @ layer.q_proj).reshape(batch, length, config.num_heads, config.head_dim)
-    k_BTKD = (x_BTE @ layer.k_proj).reshape(batch, length, config.num_kv_heads, config.head_dim)
-    v_BTKD = (x_BTE @ layer.v_proj).reshape(batch, length, config.num_kv_heads, config.head_dim)
+    E, K, J, D = layer.qkv_proj.shape
+    qkv_BTKJD = (x_BTE @ layer.qkv_proj.reshape(E, -1)).reshape(batch, length, K, J, D)
+    q_BTHD = qkv_BTKJD[..., :-2, :].reshape(batch, length, -1, D)
+    k_BTKD, v_BTKD = qkv_BTKJD[..., -2, :], qkv_BTKJD[..., -1, :]
     if layer.q_norm_D is not None:
         q_BTHD = rms_norm(q_BTHD, layer.q_norm_D, config.rms_norm_eps)
     if layer.k_norm_D is not None:
@@ -195,20 +199,21 @@ def init_params(config: ModelConfig, key: Array, dtype: jnp.dtype) -> DecoderPar
 
 def _init_layer(config: ModelConfig, key: Array, dtype: jnp.dtype) -> LayerParams:
     E, F = config.hidden_size, config.intermediate_size
-    HD, KD = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    K, D = config.num_kv_heads, config.head_dim
+    HD, KD = config.num_heads * D, K * D
     residual = 0.02 / (2 * config.num_layers) ** 0.5
     keys = jax.random.split(key, 7)
+    q_EKGD, k_EK1D, v_EK1D = (
+        _normal(keys[n], (E, size), 0.02, dtype).reshape(E, K, -1, D) for n, size in enumerate((HD, KD, KD))
+    )
     return LayerParams(
         attention_norm_E=jnp.ones(E, dtype),
-        q_proj=_normal(keys[0], (E, HD), 0.02, dtype),
-        k_proj=_normal(keys[1], (E, KD), 0.02, dtype),
-        v_proj=_normal(keys[2], (E, KD), 0.02, dtype),
+        qkv_proj=jnp.concatenate([q_EKGD, k_EK1D, v_EK1D], axis=2),
         o_proj=_normal(keys[3], (HD, E), residual, dtype),
         q_norm_D=jnp.ones(config.head_dim, dtype) if config.qk_norm else None,
         k_norm_D=jnp.ones(config.head_dim, dtype) if config.qk_norm else None,
         mlp_norm_E=jnp.ones(E, dtype),
-        gate_proj=_normal(keys[4], (E, F), 0.02, dtype),
-        up_proj=_normal(keys[5], (E, F), 0.02, dtype),
+        gate_up_proj=jnp.stack([_normal(keys[n], (E, F), 0.02, dtype) for n in (4, 5)], axis=1),
         down_proj=_normal(keys[6], (F, E), residual, dtype),
     )
 

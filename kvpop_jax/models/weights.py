@@ -1,7 +1,8 @@
 """From named tensors in files to `DecoderParams`, and back; shared by the Hugging Face and the GGUF loader.
 
 A format is a table from our field names to its tensor names. Both formats store matrices as (out, in), so every
-projection and the head are transposed; the embedding is (V, E) everywhere.
+projection and the head are transposed; the embedding is (V, E) everywhere. Where we hold several projections in one
+matrix, a file holds each: `split_projection` and `join_projection` are the only places that know.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -17,13 +18,21 @@ from kvpop_jax.models.config import ModelConfig
 from kvpop_jax.models.decoder import DecoderParams, init_params
 
 Names = Mapping[str, str]
-"""Field of `DecoderParams` or `LayerParams` -> tensor name, with `{}` for the layer index."""
+"""Field of `DecoderParams` or `LayerParams`, or one of its `PARTS` -> tensor name, with `{}` for the layer index."""
+
+PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""The projections that files hold one by one, in our order."""
 
 
 def stored_shapes(config: ModelConfig, names: Names) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor that a file of this format holds for a model of this shape."""
-    leaves, _ = tree_flatten_with_path(_param_shapes(config))
-    return {_tensor_name(path, names): _turned(path, leaf.shape) for path, leaf in leaves}
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def note(params: DecoderParams) -> None:
+        shapes.update({name: tensor.shape for name, tensor in _stored(params, names).items()})
+
+    jax.eval_shape(note, _param_shapes(config))  # Abstract, so that no model is made to know its shapes.
+    return shapes
 
 
 def check_tensors(
@@ -61,19 +70,38 @@ def read_params(
 ) -> DecoderParams:
     """Build the parameters from `read(tensor name)`, one tensor at a time, cast to `dtype`."""
 
-    def load(path: tuple[Any, ...], _: jax.ShapeDtypeStruct) -> jax.Array:
-        stored = read(_tensor_name(path, names))
-        return jnp.asarray(stored.T if _is_turned(path) else stored, dtype)
+    def load(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        field = path[-1].name
+        parts = [read(name) for name in _tensor_names(path, names)]
+        if _is_turned(field):
+            parts = [part.T for part in parts]
+        return jnp.asarray(join_projection(field, parts, leaf.shape) if field in PARTS else parts[0], dtype)
 
     return tree_map_with_path(load, _param_shapes(config))
 
 
 def named_tensors(params: DecoderParams, names: Names, dtype: jnp.dtype) -> dict[str, np.ndarray]:
     """The inverse of `read_params`: contiguous host arrays by tensor name."""
-    leaves, _ = tree_flatten_with_path(params)
-    tensors = {_tensor_name(path, names): (np.asarray(leaf, dtype), _is_turned(path)) for path, leaf in leaves}
+    tensors = _stored(jax.tree.map(lambda leaf: np.asarray(leaf, dtype), params), names)
     # safetensors writes the buffer as it lies in memory: a transposed view would be saved untransposed.
-    return {name: np.ascontiguousarray(array.T if turned else array) for name, (array, turned) in tensors.items()}
+    return {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+
+
+def split_projection(field: str, joined: Any) -> list[Any]:
+    """A field of `PARTS`, NumPy's or JAX's array, as one (in, out) matrix per part."""
+    rows = joined.shape[0]
+    if field == "qkv_proj":
+        pieces = joined[:, :, :-2], joined[:, :, -2], joined[:, :, -1]
+        return [piece.reshape(rows, -1) for piece in pieces]
+    return [joined[:, 0], joined[:, 1]]
+
+
+def join_projection(field: str, parts: list[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+    """The inverse of `split_projection`, for an array of that shape."""
+    if field == "qkv_proj":
+        rows, heads, _, size = shape
+        return np.concatenate([part.reshape(rows, heads, -1, size) for part in parts], axis=2)
+    return np.stack(parts, axis=1)
 
 
 def default_dtype() -> jnp.dtype:
@@ -85,19 +113,24 @@ def _param_shapes(config: ModelConfig) -> DecoderParams:
     return jax.eval_shape(lambda: init_params(config, jax.random.key(0), jnp.dtype(jnp.float32)))
 
 
-def _tensor_name(path: tuple[Any, ...], names: Names) -> str:
-    if len(path) == 1:
-        return names[path[0].name]
-    _, layer, field = path
-    return names[field.name].format(layer.idx)
+def _stored(params: Any, names: Names) -> dict[str, Any]:
+    """Every tensor as a file holds it, by name."""
+    tensors: dict[str, Any] = {}
+    for path, leaf in tree_flatten_with_path(params)[0]:
+        field = path[-1].name
+        parts = split_projection(field, leaf) if field in PARTS else [leaf]
+        for name, part in zip(_tensor_names(path, names), parts, strict=True):
+            tensors[name] = part.T if _is_turned(field) else part
+    return tensors
 
 
-def _is_turned(path: tuple[Any, ...]) -> bool:
-    return path[-1].name.endswith("_proj") or path[-1].name == "head_EV"
+def _tensor_names(path: tuple[Any, ...], names: Names) -> list[str]:
+    fields = PARTS.get(path[-1].name, (path[-1].name,))
+    return [names[field].format(path[1].idx) if len(path) > 1 else names[field] for field in fields]
 
 
-def _turned(path: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
-    return shape[::-1] if _is_turned(path) else shape
+def _is_turned(field: str) -> bool:
+    return field.endswith("_proj") or field == "head_EV"
 
 
 def _shortened(names: Iterable[str], limit: int = 4) -> str:

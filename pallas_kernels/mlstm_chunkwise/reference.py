@@ -52,16 +52,20 @@ def mlstm_chunkwise(q_BSKX, k_BSKX, v_BSKY, i_BSK, f_BSK, state, segment_BS, chu
 
 def mlstm_step(state, q_BKX, k_BKX, v_BKY, i_BK, f_BK):
     """See `api.mlstm_step`."""
+    # Memory and normaliser apart, not packed as in the chunkwise form: a step is bound by launches and copies.
     dtype = jnp.promote_types(q_BKX.dtype, jnp.float32)
-    memory_BKXZ, before_BK = _pack(state, dtype)
     q_BKX, k_BKX, i_BK, f_BK = (array.astype(dtype) for array in (q_BKX, k_BKX, i_BK, f_BK))
-    kept_BK = jax.nn.log_sigmoid(f_BK) + before_BK
+    kept_BK = jax.nn.log_sigmoid(f_BK) + lax.stop_gradient(state.m_BK).astype(dtype)
     m_BK = _stabiliser(kept_BK, i_BK)
-    forget_BK, write_BK = jnp.exp(kept_BK - m_BK), jnp.exp(i_BK - m_BK)
-    write_BKXZ = (write_BK[..., None] * k_BKX)[..., None] * _with_one(v_BKY.astype(dtype))[:, :, None]
-    memory_BKXZ = forget_BK[..., None, None] * memory_BKXZ + write_BKXZ
-    h_BKY = _divide(_einsum("BKX,BKXZ->BKZ", q_BKX, memory_BKXZ), m_BK)
-    return _unpack(memory_BKXZ, m_BK), h_BKY.astype(v_BKY.dtype)
+    forget_BK1 = jnp.exp(kept_BK - m_BK)[..., None]
+    write_BKX = jnp.exp(i_BK - m_BK)[..., None] * k_BKX
+    n_BKX = forget_BK1 * state.n_BKX.astype(dtype) + write_BKX
+    written_BKXY = write_BKX[..., None] * v_BKY.astype(dtype)[:, :, None]
+    c_BKXY = forget_BK1[..., None] * state.c_BKXY.astype(dtype) + written_BKXY
+    sum_BKY = _einsum("BKX,BKXY->BKY", q_BKX, c_BKXY)
+    norm_BK = jnp.sum(q_BKX * n_BKX, axis=-1)
+    h_BKY = sum_BKY / (_bounded(norm_BK, m_BK) + EPSILON)[..., None]
+    return MLSTMState(c_BKXY, n_BKX, m_BK), h_BKY.astype(v_BKY.dtype)
 
 
 def _runs(segment_BS):
@@ -128,8 +132,11 @@ def _unpack(memory_BKXZ, m_BK):
 
 
 def _divide(sum_Z, m):
-    bounded = jnp.maximum(jnp.abs(sum_Z[..., -1:]), jnp.exp(-m)[..., None])
-    return sum_Z[..., :-1] / (bounded + EPSILON)
+    return sum_Z[..., :-1] / (_bounded(sum_Z[..., -1], m) + EPSILON)[..., None]
+
+
+def _bounded(norm, m):
+    return jnp.maximum(jnp.abs(norm), jnp.exp(-m))
 
 
 def _stabiliser(*log_weights):

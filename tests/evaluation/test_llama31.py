@@ -97,7 +97,7 @@ def folder(tmp_path_factory) -> Path:
         pad_token_id=None,
     )  # fmt: skip
     params = jax.tree.map(
-        lambda leaf: leaf * 8 if leaf.ndim == 2 else leaf, init_params(config, jax.random.key(3), jnp.float32)
+        lambda leaf: leaf * 8 if leaf.ndim >= 2 else leaf, init_params(config, jax.random.key(3), jnp.float32)
     )
     save_model(folder, config, params, tokenizer, jnp.float32)
     for name, changes in {

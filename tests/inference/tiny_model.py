@@ -48,7 +48,7 @@ def tiny_model() -> LoadedModel:
     """Matrices are large, and QK-norms random: with the initial ones all keys of a head have one norm."""
     key, *norm_keys = jax.random.split(jax.random.key(0), 1 + CONFIG.num_layers)
     params = init_params(CONFIG, key, jnp.float32)
-    params = jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim == 2 else leaf, params)
+    params = jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim >= 2 else leaf, params)
     layers = []
     for layer, norm_key in zip(params.layers, norm_keys, strict=True):
         norm_2D = 1 + 0.5 * jax.random.normal(norm_key, (2, CONFIG.head_dim))

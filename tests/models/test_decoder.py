@@ -36,7 +36,7 @@ def test_bfloat16_weights_stay_near_the_float32_logits(golden):
     expected = np.load(golden / "logits.npz")
     config, params = read_huggingface(golden, jnp.bfloat16)
     logits = forward(config, params, jnp.asarray(expected["tokens"]))
-    assert params.layers[0].q_proj.dtype == jnp.bfloat16 and logits.dtype == jnp.float32
+    assert params.layers[0].qkv_proj.dtype == jnp.bfloat16 and logits.dtype == jnp.float32
     assert np.linalg.norm(logits - expected["logits"]) < 0.05 * np.linalg.norm(expected["logits"])
 
 
@@ -136,7 +136,7 @@ def test_initial_weights_have_the_loaded_structure(model):
 def test_initial_weights_have_the_documented_deviations(llama):
     config = dataclasses.replace(llama[0], hidden_size=256, num_layers=2)
     layer = init_params(config, jax.random.key(0), jnp.float32).layers[0]
-    np.testing.assert_allclose([layer.q_proj.std(), layer.o_proj.std()], [0.02, 0.01], rtol=0.05)
+    np.testing.assert_allclose([layer.qkv_proj.std(), layer.o_proj.std()], [0.02, 0.01], rtol=0.05)
     np.testing.assert_array_equal(layer.mlp_norm_E, 1.0)
 
 
