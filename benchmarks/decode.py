@@ -27,7 +27,7 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from kvpop_jax import cli, policies
-from kvpop_jax.cache import LayerCache, entry_bytes
+from kvpop_jax.cache import CLOSED, EMPTY, CachePlan, LayerCache, entry_bytes
 from kvpop_jax.errors import UserError
 from kvpop_jax.inference import SamplingParams, decode
 from kvpop_jax.inference.decode import DecodeState, Setup
@@ -35,6 +35,7 @@ from kvpop_jax.inference.generator import SLOT_MULTIPLE
 from kvpop_jax.models import DecoderParams, ModelConfig, default_dtype, init_params
 from kvpop_jax.policies import PolicySettings
 from kvpop_jax.scorers import MLPSettings, MLSTMSettings, Scorer, dims_of, mlp_scorer, mlstm_scorer
+from pallas_kernels.backend import platform
 
 _QWEN3 = ModelConfig(
     family="qwen3", vocab_size=151_936, hidden_size=4096, intermediate_size=12_288, num_layers=36, num_heads=32,
@@ -150,9 +151,9 @@ def lowered(
     policy = policies.make(name, PolicySettings(4, options.window, scorer))
     size = entry_bytes(config.head_dim, params.embedding_VE.dtype)
     fed = (options.rounds + 1) * options.steps
-    whole = -(-(positions[0] + fed) // SLOT_MULTIPLE) * SLOT_MULTIPLE
-    budgets = policy.layer_budgets(whole if name == "dense" else options.budget, config.num_layers)
-    plans = tuple(policy.plan(each, config, size) for each in budgets)
+    budgets = policy.layer_budgets(positions[0] + fed if name == "dense" else options.budget, config.num_layers)
+    multiple = SLOT_MULTIPLE.get(platform(), 1)
+    plans = tuple(policy.plan(each, config, size).aligned(multiple) for each in budgets)
     setup = Setup(config, (policy,) * config.num_layers, plans, pin_prompt=False)
     own = [None if scorer is None else scorer.init(jax.random.key(n)) for n in range(config.num_layers)]
     row = jax.eval_shape(partial(filled_state, setup, params, own, 1, 0))
@@ -243,16 +244,17 @@ def filled_state(
     token_BS = jnp.zeros((batch, 8), jnp.int32)
     length_B = jnp.full(batch, 8, jnp.int32)
     _, shapes = jax.eval_shape(partial(decode.prefill, setup), params, own, token_BS, length_B, length_B)
-    caches = [_filled(shape, plan.capacity, position) for shape, plan in zip(shapes, setup.plans, strict=True)]
+    caches = [_filled(shape, plan, position) for shape, plan in zip(shapes, setup.plans, strict=True)]
     at_B, zero_B = jnp.full(batch, position, jnp.int32), jnp.zeros(batch, jnp.int32)
     usage = decode.cache_usage(caches, at_B)
     return DecodeState(caches, zero_B, jnp.zeros(batch), at_B, length_B, at_B + 1, jnp.zeros(batch, bool), usage)
 
 
-def _filled(shape: LayerCache, capacity: int, position: int | Int[Array, ""]) -> LayerCache:
-    slots = shape.position_BKC.shape[-1]
-    taken = jnp.minimum(capacity, position)
-    position_C = jnp.where(jnp.arange(slots) < taken, position - taken + jnp.arange(slots), -1)
+def _filled(shape: LayerCache, plan: CachePlan, position: int | Int[Array, ""]) -> LayerCache:
+    slot_C = jnp.arange(plan.allocated)
+    taken = jnp.minimum(plan.capacity, position)
+    vacant_C = jnp.where(slot_C < plan.slots, EMPTY, CLOSED)
+    position_C = jnp.where(slot_C < taken, position - taken + slot_C, vacant_C)
     window = shape.ring_BKW.shape[-1]
     ring_W = jnp.zeros(window, jnp.int32)
     if window:

@@ -6,6 +6,8 @@
 
 from kvpop_jax.cache.budget import CachePlan, entry_bytes, plan_cache
 from kvpop_jax.cache.layer import (
+    CLOSED,
+    EMPTY,
     PROTECTED,
     LayerCache,
     Leaving,
@@ -20,6 +22,8 @@ from kvpop_jax.cache.layer import (
 )
 
 __all__ = [
+    "CLOSED",
+    "EMPTY",
     "PROTECTED",
     "CachePlan",
     "LayerCache",

@@ -1,6 +1,6 @@
 """How a budget is spent. Policies are compared only at equal budgets, so every entry is accounted for."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,6 +21,8 @@ class CachePlan:
         state_entries: what the policy's own state (the scorer's memory, say) would hold as entries, rounded up.
         scratch: slots beyond the budget: needed within a step, between two compressions, or for heads that share a
             budget unevenly; reported, never hidden.
+        closed: slots that no token may take; they only bring the buffer to a size that kernels like. Allocated, so
+            reported.
         prompt: what the prompt is cut to, where another policy does that.
     """
 
@@ -30,6 +32,7 @@ class CachePlan:
     pool: int
     state_entries: int
     scratch: int
+    closed: int = 0
     prompt: "CachePlan | None" = None
 
     @property
@@ -44,8 +47,17 @@ class CachePlan:
 
     @property
     def slots(self) -> int:
-        """Slots that are allocated."""
+        """Slots that tokens may take."""
         return self.sinks + self.window + self.pool + self.scratch
+
+    @property
+    def allocated(self) -> int:
+        """Slots that are allocated."""
+        return self.slots + self.closed
+
+    def aligned(self, multiple: int) -> "CachePlan":
+        """The same plan with as many closed slots as bring the buffer to that multiple."""
+        return replace(self, closed=-self.slots % multiple)
 
     def pool_beside(self, pinned: Any) -> Any:
         """Slots of the pool beside `pinned` tokens that never leave (a number or an array of them)."""

@@ -13,6 +13,9 @@ from kvpop_jax.cache.budget import CachePlan
 PROTECTED = jnp.inf
 """Priority of a token that may not be evicted: in the window, a sink, or pinned."""
 
+EMPTY, CLOSED = -1, -2
+"""Positions of slots without a token: one that the next may take, and one that fills the buffer only."""
+
 
 @partial(
     jax.tree_util.register_dataclass,
@@ -25,7 +28,7 @@ class LayerCache:
 
     Attributes:
         k_BKCD, v_BKCD: cached after rotary embedding at their true positions.
-        position_BKC: position of the token in each slot, -1 for an empty slot.
+        position_BKC: position of the token in each slot; negative without one: `EMPTY`, or `CLOSED` where none may be.
         priority_BKC: float32; the lowest goes first. `PROTECTED` while a token may not be evicted, unless the policy
             reads that off its position.
         ring_BKW: slot of position `p` at `p mod w`, for the `w` tokens of the window.
@@ -78,7 +81,8 @@ def replace_priority(
 
 def choose_victim(cache: LayerCache) -> Int[Array, "B K"]:
     """The slot that the next row takes: an empty one, else the weakest."""
-    key_BKC = jnp.where(cache.position_BKC < 0, -jnp.inf, cache.priority_BKC)
+    key_BKC = jnp.where(cache.position_BKC < 0, jnp.inf, cache.priority_BKC)
+    key_BKC = jnp.where(cache.position_BKC == EMPTY, -jnp.inf, key_BKC)
     return _lowest(key_BKC, cache.position_BKC)
 
 
@@ -117,14 +121,14 @@ def cache_from_prompt(
 
     Args:
         k_BSKD, v_BSKD: of the whole right-padded prompt.
-        alive_BKS: the tokens to keep, at most `plan.slots` per head.
+        alive_BKS: the tokens to keep, at most `plan.slots` per head; a slot past the last one stands for none.
         priority_BKS: theirs, `PROTECTED` in the window and where pinned.
         length_B: tokens of each prompt.
         plan: sizes of the cache.
         state: the policy's state after the prompt.
     """
     B, K, S = alive_BKS.shape
-    slots, window = plan.slots, plan.window
+    slots, window = plan.allocated, plan.window
     slot_BKS = jnp.where(alive_BKS, jnp.cumsum(alive_BKS, axis=-1) - 1, slots)
     scatter = jax.vmap(jax.vmap(lambda slot_S: jnp.full(slots, S).at[slot_S].set(jnp.arange(S), mode="drop")))
     token_BKC = scatter(slot_BKS)
@@ -134,7 +138,8 @@ def cache_from_prompt(
     last_B1 = length_B[:, None] - 1
     token_BW = jnp.maximum(last_B1 - (last_B1 - jnp.arange(window)) % max(window, 1), 0)
     ring_BKW = jnp.take_along_axis(slot_BKS, jnp.broadcast_to(token_BW[:, None], (B, K, window)), axis=-1)
-    position_BKC = jnp.where(token_BKC < S, token_BKC, -1).astype(jnp.int32)
+    vacant_C = jnp.where(jnp.arange(slots) < plan.slots, EMPTY, CLOSED)
+    position_BKC = jnp.where(token_BKC < S, token_BKC, vacant_C).astype(jnp.int32)
     return LayerCache(k_BKCD, v_BKCD, position_BKC, priority_BKC, ring_BKW.astype(jnp.int32), state)
 
 
@@ -151,7 +156,7 @@ def survived(cache: LayerCache, length_B: Int[Array, "B"]) -> Float[Array, "B"]:
 
 def _lowest(key_BKC: Array, position_BKC: Array) -> Array:
     lowest_BKC = key_BKC == jnp.min(key_BKC, axis=-1, keepdims=True)
-    return jnp.argmax(jnp.where(lowest_BKC, position_BKC, -2), axis=-1)
+    return jnp.argmax(jnp.where(lowest_BKC, position_BKC, CLOSED - 1), axis=-1)
 
 
 def _gather(x_BKS: Array, token_BKC: Array) -> Array:

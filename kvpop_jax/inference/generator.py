@@ -21,10 +21,14 @@ from kvpop_jax.inference.sampling import SamplingParams
 from kvpop_jax.models import LoadedModel, load_model
 from kvpop_jax.policies import Policy, PolicySettings, make, uniform_budgets
 from kvpop_jax.scorers.files import load_scorer
+from pallas_kernels.backend import platform
 
 STEPS_PER_DISPATCH = 32
 SHORTEST_BUCKET = 64
-SLOT_MULTIPLE = 128
+
+SLOT_MULTIPLE = {"gpu": 64, "tpu": 128}
+"""What buffers are rounded up to, by platform. Kernels read blocks of this many slots, and the matrix products of XLA
+copy a cache whose slots are not a multiple of it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +124,9 @@ class Generator:
         else:
             spread = self.policy.layer_budgets if isinstance(self.policy, Policy) else uniform_budgets
             budgets = spread(self.budget, config.num_layers)
-        return tuple(policy.plan(budget, config, size) for policy, budget in zip(self.policies, budgets, strict=True))
+        multiple = SLOT_MULTIPLE.get(platform(), 1)
+        pairs = zip(self.policies, budgets, strict=True)
+        return tuple(policy.plan(budget, config, size).aligned(multiple) for policy, budget in pairs)
 
     def check_prompt(self, length: int) -> None:
         """Refuses to pin a prompt that would leave some layer no pool.
@@ -245,8 +251,7 @@ class Generator:
         longest = max(lengths)
         steps = -(-new_tokens // STEPS_PER_DISPATCH) * STEPS_PER_DISPATCH
         self.check_prompt(longest)
-        # Matrix kernels of GPUs pad, that is copy, a cache whose slots are not a multiple of this.
-        plans = self.plans(-(-(bucket(longest) + steps) // SLOT_MULTIPLE) * SLOT_MULTIPLE)
+        plans = self.plans(bucket(longest) + steps)
         for policy, plan in zip(self.policies, plans, strict=True):
             if policy.decode == "dense" and plan.capacity < longest + new_tokens:
                 raise UserError(

@@ -96,15 +96,15 @@ def cache_reports(setup: Setup, caches: Sequence[LayerCache], usage: CacheUsage)
     parts = ("budget", "sinks", "window", "pool", "state_entries", "scratch")
     shared = dict(
         {part: _mean_up([getattr(plan, part) for plan in plans]) for part in parts},
-        allocated=_mean_up([plan.slots for plan in plans]),
+        allocated=_mean_up([plan.allocated for plan in plans]),
         bytes=sum(layer_bytes),
         pin_prompt=setup.pin_prompt,
         prefill_mode=_each_once(policy.prefill_mode for policy in setup.policies),
         decode=_each_once(policy.decode for policy in setup.policies),
         total_budget=sum(plan.budget for plan in plans),
-        total_allocated=sum(plan.slots for plan in plans),
+        total_allocated=sum(plan.allocated for plan in plans),
         layer_budget=tuple(plan.budget for plan in plans),
-        layer_allocated=tuple(plan.slots for plan in plans),
+        layer_allocated=tuple(plan.allocated for plan in plans),
         layer_bytes=layer_bytes,
     )
     peaks = (np.asarray(usage.peak_live_BN), np.asarray(usage.peak_mean_BN), np.asarray(usage.survival_B))

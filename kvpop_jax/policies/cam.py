@@ -57,7 +57,7 @@ def make(settings: PolicySettings) -> Policy:
             new.q_BHD, cache.k_BKCD, cache.v_BKCD, cache.position_BKC, new.k_BKD, new.v_BKD, slot_BK,
             return_probabilities=True,
         )  # fmt: skip
-        newest_BKC = jnp.arange(plan.slots) == slot_BK[..., None]
+        newest_BKC = jnp.arange(received_BKC.shape[-1]) == slot_BK[..., None]
         received_BKC = jnp.where(newest_BKC, 0, received_BKC) + group_mean(attention_BHC, k_BKCD.shape[1])
         return o_BHD, replace(cache, k_BKCD=k_BKCD, v_BKCD=v_BKCD, priority_BKC=received_BKC)
 

@@ -57,7 +57,7 @@ def _take_over(_, prompt, kept, plan):
 def _step(_, cache, new, plan):
     cache, slot_BK = place_oldest(cache, new, plan.capacity)
     angle_B1D2 = new.position_B[:, None, None] * new.frequency_D2
-    newest_BKC1 = (jnp.arange(plan.slots) == slot_BK[..., None])[..., None]
+    newest_BKC1 = (jnp.arange(plan.allocated) == slot_BK[..., None])[..., None]
     k_BKCD = jnp.where(newest_BKC1, turn(new.k_BKD, -angle_B1D2)[:, :, None], cache.k_BKCD)
 
     position_BKC = cache.position_BKC
@@ -69,7 +69,7 @@ def _step(_, cache, new, plan):
     moved_BK = last_BK - new.position_B[:, None]
     q_BKGD = new.q_BHD.reshape(B, last_BK.shape[1], -1, D)
     q_BHD = turn(q_BKGD, moved_BK[..., None, None] * new.frequency_D2).reshape(B, H, D)
-    angle_CD2 = jnp.arange(plan.slots)[:, None] * new.frequency_D2
+    angle_CD2 = jnp.arange(plan.allocated)[:, None] * new.frequency_D2
     turned_BKCD = linear_turn(k_BKCD, jnp.cos(angle_CD2)[rank_BKC], jnp.sin(angle_CD2)[rank_BKC])
     newest_BKD = jnp.sum(jnp.where(newest_BKC1, turned_BKCD, 0), axis=2)
     o_BHD, _lse, _turned, v_BKCD, _ = decode_attention(

@@ -106,9 +106,11 @@ def arrive(cache, position_B, priority_BK):
 
 
 @pytest.mark.core
-def test_the_ring_finds_the_leaving_token_over_more_than_two_windows():
+@pytest.mark.parametrize("plan", [PLAN, PLAN.aligned(8)], ids=["all_open", "some_closed"])
+def test_the_ring_finds_the_leaving_token_over_more_than_two_windows(plan):
     length_B = np.array([1, 4, 19])
-    cache = compact(*prompt(length_B), length_B, PLAN)
+    cache = compact(*prompt(length_B), length_B, plan)
+    assert cache.position_BKC.shape[-1] == plan.allocated
     rng = np.random.default_rng(1)
     for step in range(3 * WINDOW + C):
         position_B = length_B + step

@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from kvpop_jax.cache import PROTECTED, CachePlan, LayerCache, cache_from_prompt, choose_victim, place, weakest
+from kvpop_jax.cache import EMPTY, PROTECTED, CachePlan, LayerCache, cache_from_prompt, choose_victim, place, weakest
 from kvpop_jax.models import ModelConfig
 from kvpop_jax.policies.machinery.base import Kept, NewToken, Policy, Prompt
 from kvpop_jax.policies.machinery.keeping import keep_all, keep_best, prompt_length, protect
@@ -98,5 +98,6 @@ def overflow(cache: LayerCache, new: NewToken, plan: CachePlan) -> Bool[Array, "
 
 
 def free(cache: LayerCache, slot_BKC: Bool[Array, "B K C"]) -> LayerCache:
-    """Empties the marked slots."""
-    return replace(cache, position_BKC=jnp.where(slot_BKC, -1, cache.position_BKC))
+    """Empties the marked slots that hold a token."""
+    taken_BKC = slot_BKC & (cache.position_BKC >= 0)
+    return replace(cache, position_BKC=jnp.where(taken_BKC, EMPTY, cache.position_BKC))

@@ -5,7 +5,7 @@ from dataclasses import replace
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvpop_jax.cache import PROTECTED, LayerCache, place, weakest
+from kvpop_jax.cache import EMPTY, PROTECTED, LayerCache, live_entries, place, weakest
 from kvpop_jax.policies.machinery.base import NewToken, Prompt
 
 
@@ -26,8 +26,8 @@ def place_oldest(
     cache: LayerCache, new: NewToken, capacity: int | Int[Array, "B K"]
 ) -> tuple[LayerCache, Int[Array, "B K"]]:
     """Puts the new token where the oldest is, or where nothing is while a head holds less than its capacity."""
-    empty_BKC = cache.position_BKC < 0
-    full_BK = jnp.sum(~empty_BKC, axis=-1) >= capacity
+    empty_BKC = cache.position_BKC == EMPTY
+    full_BK = live_entries(cache) >= capacity
     slot_BK = jnp.where(full_BK, oldest(cache, new), jnp.argmax(empty_BKC, axis=-1))
     cache = place(cache, slot_BK, new.position_B)
     # A token's priority is its age here too, the newest one's included.
