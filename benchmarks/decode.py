@@ -100,12 +100,15 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--budget", type=int, default=256, help="entries per KV head")
     parser.add_argument("--window", type=int, default=32)
     parser.add_argument("--positions", default="1024", help="tokens already in the sequence, comma-separated")
+    parser.add_argument("--length", type=int, help="instead of positions: a generation of so many tokens, timed at 8")
     parser.add_argument("--batch", default="1", help="batch sizes, comma-separated; max is the largest that fits")
     parser.add_argument("--steps", type=int, default=16, help="steps per dispatch")
     parser.add_argument("--rounds", type=int, default=3, help="dispatches timed in each turn, after one to warm up")
     parser.add_argument("--turns", type=int, default=3, help="turns; medians over all count")
     parser.add_argument("--output", type=Path, help="JSON file to write as well")
     options = parser.parse_args(argv)
+    if options.length is not None:
+        options.positions = ",".join(str((2 * n + 1) * options.length // 16) for n in range(8))
     config, dtype = SHAPES[options.shape], default_dtype()
     config = replace(config, num_layers=options.layers or config.num_layers)
     names = policies.names() if options.policies == "all" else options.policies.split(",")
@@ -119,6 +122,8 @@ def main(argv: Sequence[str]) -> int:
         programs = compile_all(config, params, names, batch, options)
         rows += to_rows(programs, time_all(programs, params, options), read_bytes(config, params), bandwidth, options)
     print(table(rows))
+    if options.length is not None:
+        print(generations(rows, options.length))
     if options.output is not None:
         options.output.write_text(json.dumps([vars(row) for row in rows], indent=2) + "\n", encoding="utf-8")
     return 0
@@ -301,6 +306,18 @@ def table(rows: list[Row]) -> str:
             f"| {row.policy} | {row.budget or row.position} | {row.batch} | {row.position} | {row.ms_per_step:.3f} "
             f"| {ratio} | {row.floor_share:.2f} | {row.tokens_per_s:.1f} | {row.peak_bytes / 1e9:.2f} |"
         )
+    return "\n".join(lines)
+
+
+def generations(rows: list[Row], length: int) -> str:
+    """Seconds for `length` tokens of every row of a batch, from the steps timed in the middle of 8 equal parts."""
+    each: dict[tuple[str, int], list[float]] = {}
+    for row in rows:
+        each.setdefault((row.policy, row.batch), []).append(row.ms_per_step)
+    lines = [
+        f"{policy}, batch {batch}: {length} tokens of each row in {length * np.mean(found) / 1e3:.0f} s"
+        for (policy, batch), found in each.items()
+    ]
     return "\n".join(lines)
 
 
