@@ -6,8 +6,8 @@ part. It streams blocks of 64 keys, values and positions through shared memory, 
 and keeps an online softmax in float32. One part for each row, and what it has is the result; else a second, tiny kernel
 weighs the parts.
 
-What the tensor cores see. A decode step has G <= 8 queries for each row, so it is the *slots* that fill the 64 rows of a
-wgmma and the queries its 8 columns (W): scores_LW = k_LD q_WD^T, output_DW = v_LD^T p_WL^T. Nothing is padded to 64.
+What the tensor cores see. A decode step has G <= 8 queries for each row, so it is the *slots* that fill the 64 rows of
+a wgmma and the queries its 8 columns (W): scores_LW = k_LD q_WD^T, output_DW = v_LD^T p_WL^T. Nothing is padded to 64.
 
 The new row. The caches are `Ref`s, which JAX lowers to aliased outputs (`plgpu.kernel` has no argument for that), and
 the first part of a row writes it there. Another part may be loading that slot at the same time, so no part attends to
@@ -15,7 +15,7 @@ what it reads there: the slot counts as empty, and the new row is where the firs
 """
 
 import math
-from functools import partial
+from functools import partial, reduce
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +27,9 @@ _L = 64  # slots of a block
 _W = 8  # queries of a window; the smallest number of columns of a wgmma, and the rows of a shared memory tile
 _STAGES = 3  # 96 KiB of keys and values at D = 128: two thread blocks share a multiprocessor
 _RESIDENT = 2 * 132  # thread blocks that an H100 or H200 runs at once
-_MAX_PARTS = 64  # the second kernel holds all parts of 64 output features in shared memory
+_MAX_PARTS = 64  # the second kernel holds all parts of 64 features in registers: 2 KiB of 256 each
 _EMPTY = -1e30  # a running maximum before any score; finite, so that the difference of two is no NaN
+_TINY = float(jnp.finfo(jnp.float32).tiny)
 _LOG2E = math.log2(math.e)
 _TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 _COLUMN, _ROW = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)  # one value for each row, each column
@@ -64,9 +65,10 @@ def decode_attention(q_BHD, k_BKCD, v_BKCD, position_BKC, k_new_BKD, v_new_BKD, 
         q_RgD = jnp.pad(q_RgD, ((0, 0), (0, g - G), (0, 0)))
     k_MD, v_MD, position_M = (_flat(x, R * C) for x in (k_BKCD, v_BKCD, position_BKC))
     k_ref, v_ref = jax.new_ref(k_MD), jax.new_ref(v_MD)
-    o_RgD, lse_RW = _attend(
-        q_RgD, k_ref, v_ref, position_M, k_new_BKD.reshape(R, D), v_new_BKD.reshape(R, D), slot_BK.reshape(R), C
-    )
+    with jax.enable_x64(False):  # else the kernels' indices are of 64 bits, which Mosaic GPU does not take
+        o_RgD, lse_RW = _attend(
+            q_RgD, k_ref, v_ref, position_M, k_new_BKD.reshape(R, D), v_new_BKD.reshape(R, D), slot_BK.reshape(R), C
+        )
     k_BKCD, v_BKCD = (ref[...][: R * C].reshape(B, K, C, D) for ref in (k_ref, v_ref))
     o_BHD = o_RgD[:, :G].reshape(B, H, D)
     # Row r's queries are the (r mod n)-th of its window's n groups: a diagonal.
@@ -83,10 +85,8 @@ def _attend(q_RgD, k_ref, v_ref, position_M, k_new_RD, v_new_RD, slot_R, C):
     f32, bf16 = jnp.float32, jnp.bfloat16
     if parts == 1:
         out_type = jax.ShapeDtypeStruct((R, g, D), bf16), jax.ShapeDtypeStruct((R, _W), f32)
-        o_smem = plgpu.SMEM((_W, D), bf16)
     else:
         out_type = jax.ShapeDtypeStruct((R, parts, D, _W), f32), jax.ShapeDtypeStruct((R, parts, _W), f32)
-        o_smem = plgpu.SMEM((D, _W), f32)
     scratch = dict(
         q_smem=plgpu.SMEM((_W, D), bf16, transforms=_TILED),
         k_smem=plgpu.SMEM((_STAGES, _L, D), bf16, transforms=_TILED),
@@ -95,7 +95,7 @@ def _attend(q_RgD, k_ref, v_ref, position_M, k_new_RD, v_new_RD, slot_R, C):
         p_smem=plgpu.SMEM((_W, _L), bf16, transforms=_TILED),
         k_new_smem=plgpu.SMEM((D,), bf16),
         v_new_smem=plgpu.SMEM((D,), bf16),
-        o_smem=o_smem,
+        o_smem=plgpu.SMEM((g, D), bf16),
         lse_smem=plgpu.SMEM((_W,), f32),
         loaded=plgpu.Barrier(num_arrivals=3, num_barriers=_STAGES),
         new_loaded=plgpu.Barrier(num_arrivals=3),
@@ -194,30 +194,23 @@ def _attend_kernel(
     l_W = l_LW.sum(axis=0) + jnp.exp2(m_new_W - m_W) * attended
     # log2(0) is -inf: a part whose slots are all empty.
     lse_smem[...] = (m_W + jnp.log2(l_W)) / _LOG2E
-    o_DW /= lax.broadcast_in_dim(jnp.maximum(l_W, jnp.finfo(jnp.float32).tiny), o_DW.shape, [1])
+    o_DW /= lax.broadcast_in_dim(jnp.maximum(l_W, _TINY), o_DW.shape, [1])
     if len(lse_ref.shape) == 2:
         _store(o_DW, o_smem, o_ref, lse_smem, lse_ref, row, g)
     else:
-        o_smem[...] = o_DW
+        o_ref[row, part] = o_DW
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(o_smem, o_ref.at[row, part])
         plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[row, part])
     plgpu.wait_smem_to_gmem(0)
 
 
 def _combine(o_RPDW, lse_RPW, g):
     """The parts of every row, each weighed by the mass it has."""
-    R, parts, D, _ = o_RPDW.shape
+    R, _, D, _ = o_RPDW.shape
     return plgpu.kernel(
         partial(_combine_kernel, g=g),
         out_type=(jax.ShapeDtypeStruct((R, g, D), jnp.bfloat16), jax.ShapeDtypeStruct((R, _W), jnp.float32)),
-        scratch_types=dict(
-            parts_smem=plgpu.SMEM((parts, _L, _W), jnp.float32),
-            parts_lse_smem=plgpu.SMEM((parts, _W), jnp.float32),
-            o_smem=plgpu.SMEM((_W, _L), jnp.bfloat16),
-            lse_smem=plgpu.SMEM((_W,), jnp.float32),
-            loaded=plgpu.Barrier(num_arrivals=2),
-        ),
+        scratch_types=dict(o_smem=plgpu.SMEM((g, _L), jnp.bfloat16), lse_smem=plgpu.SMEM((_W,), jnp.float32)),
         grid=(D // _L, R),
         grid_names=("features", "row"),
         kernel_name="decode_attention_combine",
@@ -225,36 +218,30 @@ def _combine(o_RPDW, lse_RPW, g):
     )(o_RPDW, lse_RPW)
 
 
-def _combine_kernel(
-    parts_ref, parts_lse_ref, o_ref, lse_ref, *, parts_smem, parts_lse_smem, o_smem, lse_smem, loaded, g
-):  # fmt: skip
+def _combine_kernel(part_o_ref, part_lse_ref, o_ref, lse_ref, *, o_smem, lse_smem, g):
+    """A block for each row and 64 features. All of its loads are unrolled, to be in flight together."""
     features, row = pl.ds(lax.axis_index("features") * _L, _L), lax.axis_index("row")
-    plgpu.copy_gmem_to_smem(parts_ref.at[row, :, features], parts_smem, loaded)
-    plgpu.copy_gmem_to_smem(parts_lse_ref.at[row], parts_lse_smem, loaded)
-    plgpu.barrier_wait(loaded)
-    lse_W = [plgpu.load(parts_lse_smem.at[part], layout=_ROW) for part in range(parts_smem.shape[0])]
-    m_W = lse_W[0]
-    for other_W in lse_W[1:]:
-        m_W = jnp.maximum(m_W, other_W)
-    m_W = jnp.maximum(m_W, jnp.full((_W,), _EMPTY, jnp.float32))
-    o_DW, l_W = jnp.zeros((_L, _W), jnp.float32), jnp.zeros((_W,), jnp.float32)
-    for part, part_W in enumerate(lse_W):
-        weight_W = jnp.exp2((part_W - m_W) * _LOG2E)
-        l_W += weight_W
-        o_DW += plgpu.load(parts_smem.at[part], layout=plgpu.Layout.WGMMA) * lax.broadcast_in_dim(
-            weight_W, (_L, _W), [1]
-        )
+    every = range(part_o_ref.shape[1])
+    o = [plgpu.load(part_o_ref.at[row, part, features], layout=plgpu.Layout.WGMMA, optimized=False) for part in every]
+    lse = [plgpu.load(part_lse_ref.at[row, part], layout=_ROW, optimized=False) for part in every]
+    m_W = reduce(jnp.maximum, lse, plgpu.layout_cast(jnp.full((_W,), _EMPTY, jnp.float32), _ROW))
+    weights = [jnp.exp2((lse_W - m_W) * _LOG2E) for lse_W in lse]
+    l_W = sum(weights[1:], weights[0])
+    terms = [o_DW * lax.broadcast_in_dim(w_W, o_DW.shape, [1]) for o_DW, w_W in zip(o, weights, strict=True)]
+    o_DW = sum(terms[1:], terms[0]) / lax.broadcast_in_dim(jnp.maximum(l_W, _TINY), (_L, _W), [1])
     lse_smem[...] = m_W + jnp.log2(l_W) / _LOG2E
-    o_DW /= lax.broadcast_in_dim(jnp.maximum(l_W, jnp.finfo(jnp.float32).tiny), o_DW.shape, [1])
     _store(o_DW, o_smem, o_ref.at[:, :, features], lse_smem, lse_ref, row, g)
     plgpu.wait_smem_to_gmem(0)
 
 
 def _store(o_DW, o_smem, o_ref, lse_smem, lse_ref, row, g):
     """Writes a row's queries out of its window, and the log-sum-exp of the whole window."""
-    o_smem.transpose((1, 0))[...] = o_DW.astype(jnp.bfloat16)
+    column_W = plgpu.broadcasted_iota(jnp.int32, (_W,), 0, layout=_ROW) - row * g % _W
+    for i in range(g):
+        only_W = (column_W == i).astype(jnp.float32)
+        o_smem[i] = (o_DW * lax.broadcast_in_dim(only_W, o_DW.shape, [1])).sum(axis=1).astype(jnp.bfloat16)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(o_smem.at[pl.ds(row * g % _W, g)], o_ref.at[row])
+    plgpu.copy_smem_to_gmem(o_smem, o_ref.at[row])
     plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[row])
 
 
