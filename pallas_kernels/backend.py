@@ -15,6 +15,10 @@ def _refuses_nothing(*_: Any) -> None:
     return None
 
 
+def _always(*_: Any) -> bool:
+    return True
+
+
 @dataclass(frozen=True)
 class Backend:
     """One form of an operation.
@@ -23,18 +27,20 @@ class Backend:
         run: takes the operation's arguments, all positional.
         platform: where "auto" may pick it, "tpu" or "gpu"; None anywhere.
         refuses: the same arguments -> why it cannot take them, in one line, or None.
+        pays: the same arguments -> whether "auto" may pick it, which asks only about arguments that it can take.
     """
 
     run: Callable[..., Any]
     platform: str | None = None
     refuses: Callable[..., str | None] = _refuses_nothing
+    pays: Callable[..., bool] = _always
 
 
 def select_backend(op: str, backend: str, available: Mapping[str, Backend], arguments: tuple[Any, ...]) -> str:
     """Names the back end that will run `op` on those arguments.
 
-    "auto" is the first one made for the platform (or for any) that takes the arguments. One asked for by name is not
-    asked where it runs: kernels of other platforms can be interpreted, and JAX refuses what it can't lower.
+    "auto" is the first one made for the platform (or for any) that takes the arguments and pays. One asked for by name
+    is not asked where it runs: kernels of other platforms can be interpreted, and JAX refuses what it can't lower.
 
     Args:
         op: name of the operation, for the error.
@@ -48,7 +54,8 @@ def select_backend(op: str, backend: str, available: Mapping[str, Backend], argu
     if backend == "auto":
         here = platform()
         fitting = (name for name, form in available.items() if form.platform in (None, here))
-        return next(name for name in fitting if available[name].refuses(*arguments) is None)
+        taking = (name for name in fitting if available[name].refuses(*arguments) is None)
+        return next(name for name in taking if available[name].pays(*arguments))
     if backend not in available:
         raise BackendError(f"{op}: backend={backend!r} is not available; use 'auto' or one of {', '.join(available)}")
     reason = available[backend].refuses(*arguments)

@@ -3,9 +3,12 @@
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.backend import Backend, select_backend
-from pallas_kernels.decode_attention import reference
+from pallas_kernels.decode_attention import gpu, reference
 
-_BACKENDS = {"reference": Backend(reference.decode_attention)}
+_BACKENDS = {
+    "gpu": Backend(gpu.decode_attention, "gpu", gpu.refuses, gpu.pays),
+    "reference": Backend(reference.decode_attention),
+}
 
 
 def decode_attention(

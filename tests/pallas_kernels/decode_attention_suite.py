@@ -76,7 +76,8 @@ class DecodeAttentionSuite:
     def test_what_lies_in_an_empty_slot_does_not_matter(self, float64):
         x = random_inputs(CASES["group_4"], self.dtype)
         empty_BKC1 = (x.position_BKC < 0)[..., None]
-        other = replace(x, k_BKCD=np.where(empty_BKC1, 1e3, x.k_BKCD), v_BKCD=np.where(empty_BKC1, -1e3, x.v_BKCD))
+        far = x.k_BKCD.dtype.type(1e3)
+        other = replace(x, k_BKCD=np.where(empty_BKC1, far, x.k_BKCD), v_BKCD=np.where(empty_BKC1, -far, x.v_BKCD))
         for got, wanted in zip(run(self.backend, other)[:2], run(self.backend, x)[:2], strict=True):
             np.testing.assert_array_equal(got, wanted)
 

@@ -24,6 +24,12 @@ def test_auto_picks_the_first_form_for_the_platform_that_takes_the_arguments(mon
     assert select_backend("op", "auto", TABLE, (size,)) == expected
 
 
+def test_auto_passes_over_a_form_that_does_not_pay():
+    table = {"kernel": Backend(None, pays=lambda size: size > 4), "reference": Backend(None)}
+    assert [select_backend("op", "auto", table, (size,)) for size in (3, 5)] == ["reference", "kernel"]
+    assert select_backend("op", "kernel", table, (3,)) == "kernel"
+
+
 def test_a_form_asked_for_by_name_is_not_replaced_when_it_refuses():
     assert select_backend("op", "tpu", TABLE, (3,)) == "tpu"
     with pytest.raises(BackendError, match="op: backend='tpu' takes at most 4 tokens; use 'auto'"):
