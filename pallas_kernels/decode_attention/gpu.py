@@ -54,6 +54,7 @@ def pays(q_BHD, k_BKCD, v_BKCD, position_BKC, k_new_BKD, v_new_BKD, slot_BK, ret
     return _padding(math.prod(k_BKCD.shape[:3])) == 0 and not return_probabilities
 
 
+@partial(jax.jit, static_argnums=7)  # lowering takes seconds: once for all layers of a model, not once for each
 def decode_attention(q_BHD, k_BKCD, v_BKCD, position_BKC, k_new_BKD, v_new_BKD, slot_BK, return_probabilities):
     """See `api.decode_attention`."""
     (B, H, D), (K, C) = q_BHD.shape, k_BKCD.shape[1:3]

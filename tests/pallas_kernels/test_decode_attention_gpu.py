@@ -18,8 +18,10 @@ needs_mosaic_gpu = pytest.mark.skipif(_OLD_JAX, reason="Pallas Mosaic GPU kernel
 
 @pytest.fixture
 def gpu_interpreter():
+    jax.clear_caches()  # programs traced to be lowered
     with plgpu.force_gpu_interpret_mode():
         yield
+    jax.clear_caches()
 
 
 @pytest.mark.gpu_interpret

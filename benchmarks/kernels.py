@@ -1,0 +1,189 @@
+"""Checks every form of a kernel against its float32 reference, and times the forms in turns.
+
+    python benchmarks/kernels.py --ops decode_attention --output kernels.json
+
+A program runs a form many times over several sets of inputs, so that inputs are in no cache when they are needed, and
+several programs are queued at once, so that what it takes to start one is hidden. Times are medians over such bursts.
+Shares are of the bandwidth that a copy of 4 GiB reaches in the same run. The error is the largest one of the output, as
+a share of its largest entry. On a CPU the shapes are small and only forms for any platform run.
+"""
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvpop_jax import cli
+from pallas_kernels.decode_attention import decode_attention, gpu
+
+_BURST = 5  # programs
+_COLD_BYTES = 1 << 29  # of inputs, between two uses of one: ten times the second-level cache of an H200
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operation at one shape.
+
+    Attributes:
+        inputs: seed -> arguments of `run` and `reference`.
+        carry: results of a run and the argument each replaces in the next; those arguments are donated.
+        forms: the back ends to time; the last is the one that is always there.
+        run: (arguments, back end) -> results, the first of which is compared with that of `reference`.
+        bytes: that a run has to move.
+    """
+
+    op: str
+    shape: str
+    inputs: Callable[[int], tuple[jax.Array, ...]]
+    carry: dict[int, int]
+    forms: tuple[str, ...]
+    run: Callable[..., tuple[Any, ...]]
+    reference: Callable[..., Any]
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Row:
+    op: str
+    shape: str
+    form: str
+    us: float
+    tb_per_s: float
+    share: float
+    error: float
+
+
+def decode_attention_cases(real: bool) -> Iterator[Case]:
+    """Batches and slots at the heads of Qwen3-8B, two thirds of the slots occupied."""
+    K, G, D = (8, 4, 128) if real else (2, 4, 64)
+    sizes = [(1, 4096), (1, 4032), (1, 131_072), (32, 4096), (32, 4097), (128, 4096)] if real else [(1, 64), (2, 100)]
+    for B, C in sizes:
+
+        def inputs(seed: int, B: int = B, C: int = C) -> tuple[jax.Array, ...]:
+            keys = jax.random.split(jax.random.key(seed), 7)
+            shapes = (B, K * G, D), (B, K, C, D), (B, K, C, D), (B, K, D), (B, K, D)
+            q, k, v, k_new, v_new = map(partial(jax.random.normal, dtype=jnp.bfloat16), keys[:5], shapes)
+            slot = jax.random.randint(keys[5], (B, K), 0, C)
+            occupied = jax.random.bernoulli(keys[6], 2 / 3, (B, K, C)) | (jnp.arange(C) == slot[..., None])
+            return q, k, v, jnp.where(occupied, jnp.arange(C), -1), k_new, v_new, slot
+
+        arguments = jax.eval_shape(inputs, 0)
+        taken = jax.default_backend() == "gpu" and gpu.refuses(*(*arguments, False)) is None
+        yield Case(
+            op="decode_attention", shape=f"B {B}, C {C}, K {K}, G {G}, D {D}", inputs=inputs,
+            carry={0: 0, 2: 1, 3: 2}, forms=("gpu", "reference") if taken else ("reference",),
+            run=lambda *arguments, form: decode_attention(*arguments, backend=form),
+            reference=_decode_attention_float32, bytes=sum(x.size * x.dtype.itemsize for x in arguments),
+        )  # fmt: skip
+
+
+def _decode_attention_float32(*arguments):
+    wide = (x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in arguments)
+    return decode_attention(*wide, backend="reference")[0]
+
+
+CASES: dict[str, Callable[[bool], Iterable[Case]]] = {"decode_attention": decode_attention_cases}
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ops", default=",".join(CASES), help="comma-separated")
+    parser.add_argument("--shapes", default="", help="only shapes whose name contains this, as in 'B 1, C 4096'")
+    parser.add_argument("--bursts", type=int, default=9, help="timed for each form, after one to warm up")
+    parser.add_argument("--output", type=Path, help="JSON file to write as well")
+    options = parser.parse_args(argv)
+    real = jax.default_backend() != "cpu"
+    bandwidth = copy_bandwidth(real)
+    print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}; copy {bandwidth / 1e12:.3f} TB/s", flush=True)
+    print("| op | shape | form | us | TB/s | share of copy | error |\n|---|---|---|---|---|---|---|")
+    rows = []
+    for op in options.ops.split(","):
+        for case in CASES[op](real):
+            if options.shapes not in case.shape:
+                continue
+            for row in measure(case, bandwidth, options.bursts):
+                print(
+                    f"| {row.op} | {row.shape} | {row.form} | {row.us:.1f} | {row.tb_per_s:.2f} | {row.share:.2f} "
+                    f"| {row.error:.1e} |",
+                    flush=True,
+                )
+                rows.append(row)
+    if options.output is not None:
+        about = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "copy_bytes_per_s": bandwidth}
+        options.output.write_text(json.dumps(about | {"rows": [vars(row) for row in rows]}, indent=2) + "\n")
+    return 0
+
+
+def measure(case: Case, bandwidth: float, bursts: int) -> list[Row]:
+    """One row for each form."""
+    errors = {form: error(case, form) for form in case.forms}
+    sets = math.ceil(_COLD_BYTES / case.bytes) if jax.default_backend() != "cpu" else 2
+    runs = sets * max(1, 64 // sets) if sets > 1 else 8  # of the operation, in a program
+    compiled = {form: program(case, form, runs // sets) for form in case.forms}
+    state = [case.inputs(seed) for seed in range(sets)]
+    seconds: dict[str, list[float]] = {form: [] for form in case.forms}
+    for _ in range(bursts + 1):
+        for form, step in compiled.items():
+            state = jax.block_until_ready(state)
+            start = time.perf_counter()
+            for _ in range(_BURST):
+                state = step(state)
+            jax.block_until_ready(state)
+            seconds[form].append((time.perf_counter() - start) / (runs * _BURST))
+    rows = []
+    for form in case.forms:
+        median = float(np.median(seconds[form][1:]))
+        rate = case.bytes / median
+        rows.append(Row(case.op, case.shape, form, median * 1e6, rate / 1e12, rate / bandwidth, errors[form]))
+    return rows
+
+
+def error(case: Case, form: str) -> float:
+    """Largest error of the form's output, as a share of the largest entry."""
+    arguments = case.inputs(0)
+    got = np.asarray(jax.jit(partial(case.run, form=form))(*arguments)[0], np.float64)
+    wanted = np.asarray(jax.jit(case.reference)(*arguments), np.float64)
+    return float(np.max(np.abs(got - wanted)) / np.max(np.abs(wanted)))
+
+
+def program(case: Case, form: str, rounds: int) -> Callable[[Any], Any]:
+    """The form over all sets of inputs, `rounds` times, each run taking up the last one's results."""
+    run = jax.jit(partial(case.run, form=form))  # lowered once
+
+    def all_runs(state: list[tuple[jax.Array, ...]]) -> list[tuple[jax.Array, ...]]:
+        for _ in range(rounds):
+            for i, arguments in enumerate(state):
+                results = run(*arguments)
+                following = list(arguments)
+                for result, argument in case.carry.items():
+                    following[argument] = results[result]
+                state[i] = tuple(following)
+        return state
+
+    return jax.jit(all_runs, donate_argnums=0)
+
+
+def copy_bandwidth(real: bool) -> float:
+    """Bytes per second that an addition to a large array moves, reading and writing, 16 times in one program."""
+    size, times = (1 << 32 if real else 1 << 26), 16
+    bump = jax.jit(lambda x: jax.lax.fori_loop(0, times, lambda _, y: y + 1, x), donate_argnums=0)
+    array = jnp.zeros(size // 4, jnp.float32)
+    seconds = []
+    for _ in range(6):
+        start = time.perf_counter()
+        array = jax.block_until_ready(bump(array))
+        seconds.append(time.perf_counter() - start)
+    return 2 * size * times / float(np.median(seconds[1:]))
+
+
+if __name__ == "__main__":
+    cli.run(main)
