@@ -3,9 +3,13 @@
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.backend import Backend, select_backend
-from pallas_kernels.decode_attention import reference
+from pallas_kernels.decode_attention import reference, tpu
+from pallas_kernels.meshes import per_shard
 
-_BACKENDS = {"reference": Backend(reference.decode_attention)}
+_BACKENDS = {
+    "tpu": Backend(tpu.decode_attention, "tpu", tpu.refuses),
+    "reference": Backend(reference.decode_attention),
+}
 
 
 def decode_attention(
@@ -44,4 +48,6 @@ def decode_attention(
         BackendError: the back end is unknown or refuses the arguments.
     """
     arguments = q_BHD, k_BKCD, v_BKCD, position_BKC, k_new_BKD, v_new_BKD, slot_BK, return_probabilities
-    return _BACKENDS[select_backend("decode_attention", backend, _BACKENDS, arguments)].run(*arguments)
+    run = _BACKENDS[select_backend("decode_attention", backend, _BACKENDS, arguments)].run
+    takes = "BHD", "BKCD", "BKCD", "BKC", "BKD", "BKD", "BK", None
+    return per_shard(run, arguments, takes, ("BHD", "BH", "BKCD", "BKCD", "BHC" if return_probabilities else None))

@@ -4,12 +4,13 @@ A cache row is one KV head of one batch row: its `C` slots and the `G` query hea
 of cache rows, then blocks of slots; the softmax is carried over the blocks in VMEM. A step holds `rows` cache rows of
 `block` slots, so that many short rows make a step worth its overhead and one long row is cut into pieces.
 
-The caches are aliased to the outputs, which stay in HBM. Their rows are tiled, so the new row can't be stored alone: the
-tile that holds its slot is merged in VMEM and copied out in the step that has read it. Nothing reads that tile again, so
-no read meets the write. The attention itself takes the new row from the arguments, never from the cache.
+The caches are aliased to the outputs, which stay in HBM. Their rows are tiled, so the new row can't be stored alone:
+the tile that holds its slot is merged in VMEM and copied out in the step that has read it. Nothing reads that tile
+again, so no read meets the write. The attention itself takes the new row from the arguments, never from the cache.
+A last tile that reaches past the cache is there in HBM, whole. XLA's own layout of caches whose slots are no multiple
+of `TILE` is another, though; they are copied on the way in and out.
 """
 
-import math
 from dataclasses import dataclass
 from functools import partial
 

@@ -34,12 +34,14 @@ class Compiled:
     Attributes:
         vmem: peak scoped VMEM of every kernel, its own temporaries included, by the kernel's name.
         temporary: HBM that the program needs beside its arguments and results.
+        aliased: HBM of results that stand where donated arguments stood.
         largest_array: elements of the largest array anywhere in the optimised program.
         text: the optimised program.
     """
 
     vmem: dict[str, int]
     temporary: int
+    aliased: int
     largest_array: int
     text: str
 
@@ -51,21 +53,23 @@ def chip_mesh(chip: str) -> Mesh:
     return Mesh(np.array(devices[:1]), ("chip",), axis_types=(AxisType.Auto,))
 
 
-def compile_for(chip: str, function: Callable, *shapes: Any) -> Compiled:
+def compile_for(chip: str, function: Callable, *shapes: Any, donate: tuple[int, ...] = ()) -> Compiled:
     """Compiles `function` for one chip.
 
     Args:
         chip: a key of `TOPOLOGIES`.
         function: what to compile; it sees the chip's mesh, so that `backend="auto"` takes TPU kernels.
         shapes: its arguments as (trees of) `jax.ShapeDtypeStruct`.
+        donate: places of the arguments whose memory the results may take.
     """
     mesh = chip_mesh(chip)
     placed = NamedSharding(mesh, PartitionSpec())
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), shapes)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        compiled = jax.jit(function).lower(*shapes).compile()
+        compiled = jax.jit(function, donate_argnums=donate).lower(*shapes).compile()
     text = compiled.as_text()
-    return Compiled(_vmem(text), compiled.memory_analysis().temp_size_in_bytes, _largest_array(text), text)
+    memory = compiled.memory_analysis()
+    return Compiled(_vmem(text), memory.temp_size_in_bytes, memory.alias_size_in_bytes, _largest_array(text), text)
 
 
 def _vmem(text: str) -> dict[str, int]:
