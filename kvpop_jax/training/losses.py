@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from kvpop_jax.sharding import rows_per_shard
+
 _LOGITS_AT_ONCE = 2**27
 """Logits held at a time: 0.5 GiB in float32."""
 
@@ -40,7 +42,7 @@ def cross_entropy(
 
     def chunk_sums(hidden_LE, next_L, weight_L):
         logits_LV = unembed(hidden_LE)
-        picked_L = jnp.take_along_axis(logits_LV, next_L[:, None], axis=-1)[:, 0]
+        picked_L = jnp.take_along_axis(logits_LV, next_L[..., None], axis=-1)[..., 0]
         nll_L = jax.nn.logsumexp(logits_LV, axis=-1) - picked_L
         return jnp.sum(weight_L * nll_L), jnp.sum(weight_L * (jnp.argmax(logits_LV, axis=-1) == next_L))
 
@@ -76,7 +78,7 @@ def kl_to_teacher(
         log_q_LJ = jnp.take_along_axis(logits_LV, index_LJ, axis=-1)
         log_q_LJ -= jax.nn.logsumexp(logits_LV, axis=-1, keepdims=True)
         kl_L = jnp.sum(jnp.exp(log_p_LJ) * (log_p_LJ - log_q_LJ), axis=-1)
-        return jnp.sum(weight_L * kl_L), jnp.sum(weight_L * (jnp.argmax(logits_LV, axis=-1) == index_LJ[:, 0]))
+        return jnp.sum(weight_L * kl_L), jnp.sum(weight_L * (jnp.argmax(logits_LV, axis=-1) == index_LJ[..., 0]))
 
     return _mean_over_chunks(chunk_sums, predicts_BS, vocab_size, student_BSE, teacher_BSE)
 
@@ -89,14 +91,13 @@ def _mean_over_chunks(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Weighted means of what `chunk_sums(*arrays, weight)` sums up, over stretches of tokens that are recomputed in the
     backward pass."""
-    count = weight_BS.size
-    length = max(1, min(count, _LOGITS_AT_ONCE // vocab_size))
-    padding = -count % length
+    B, S = weight_BS.shape
+    # A stretch goes along the rows, so that rows may lie on different devices.
+    length = max(1, min(S, _LOGITS_AT_ONCE // (vocab_size * rows_per_shard(B))))
 
     def chunked(array):
-        flat = array.reshape(count, *array.shape[2:])
-        flat = jnp.pad(flat, ((0, padding), *((0, 0) for _ in flat.shape[1:])))
-        return flat.reshape(-1, length, *flat.shape[1:])
+        padded = jnp.pad(array, ((0, 0), (0, -S % length), *((0, 0) for _ in array.shape[2:])))
+        return jnp.moveaxis(padded.reshape(B, -1, length, *array.shape[2:]), 1, 0)
 
     weight = weight_BS.astype(jnp.float32)
     parts = lax.map(lambda chunk: jax.checkpoint(chunk_sums)(*chunk), (*map(chunked, arrays), chunked(weight)))

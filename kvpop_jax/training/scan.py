@@ -15,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from kvpop_jax.models import DecoderParams, LayerInputs, ModelConfig, apply_layer, rms_norm, rope_rotation
+from kvpop_jax.sharding import constrain, gathered
 
 ScannedAttend = Callable[[Int[Array, ""], Any, LayerInputs], tuple[Float[Array, "B T H D"], Any]]
 """(layer index, what belongs to the layer, inputs) -> attention output and a pytree of arrays."""
@@ -52,12 +53,13 @@ def scan_layers(
     Returns:
         Hidden states after the final norm, and what `attend` returned beside its output, stacked over layers.
     """
-    residual_BTE = params.embedding_VE[token_BT]
+    residual_BTE = constrain(gathered(params.embedding_VE)[token_BT], "BTE")
     rotation = rope_rotation(config, position_BT, residual_BTE.dtype)
 
     def body(residual_BTE, layer):
         index, weights, own = layer
-        return apply_layer(config, partial(attend, index, own), weights, residual_BTE, rotation)
+        residual_BTE, extra = apply_layer(config, partial(attend, index, own), weights, residual_BTE, rotation)
+        return constrain(residual_BTE, "BTE"), extra
 
     layers = jnp.arange(config.num_layers), stack(params.layers), stack(of_layers)
     residual_BTE, extras = lax.scan(jax.checkpoint(body) if remat else body, residual_BTE, layers)

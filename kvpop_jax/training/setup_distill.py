@@ -32,10 +32,10 @@ def prepare_distill(config: TrainConfig) -> Setup:
     dtype = compute_dtype(config)
     # Weights that are trained start from float32; frozen ones are only ever held in the type they compute in.
     model = load_model(str(config.model.source), dtype if config.freeze_base else jnp.float32)
-    settings = _scorer_settings(config)
+    settings = scorer_settings(config)
     scorer = None if settings is None else make_scorer(settings, dims_of(model.config))
     policy = policies.make(config.policy.name, PolicySettings(config.policy.sinks, config.policy.window, scorer))
-    student = _student(config, policy, scorer)
+    student = make_student(config, policy, scorer)
     if config.freeze_base and scorer is None:
         raise UserError(f"freeze_base leaves policy {config.policy.name} nothing to train; it has no scorer")
     plans = {budget: _plan(policy, model, budget, dtype) for budget in config.policy.budgets}
@@ -84,13 +84,13 @@ def _earlier_weights(config: TrainConfig, folder: str, model: LoadedModel, score
     return weights | {"scorer": loaded.params}
 
 
-def _scorer_settings(config: TrainConfig) -> ScorerSettings | None:
+def scorer_settings(config: TrainConfig) -> ScorerSettings | None:
     """Settings of the policy's scorer, None for a policy that needs none."""
     of_policy: dict[str, ScorerSettings] = {"kvpop": config.scorer.mlstm, "kvpop_mlp": config.scorer.mlp}
     return of_policy.get(config.policy.name)
 
 
-def _student(config: TrainConfig, policy: Policy, scorer: Scorer | None) -> Student:
+def make_student(config: TrainConfig, policy: Policy, scorer: Scorer | None) -> Student:
     settings = config.policy
     if policy.priorities is None or settings.name == "dense":
         raise UserError(f"policy.name is {settings.name!r}; it has no static priorities to train under")
@@ -119,7 +119,7 @@ def _export(
         export_model(config, base.config, base.tokenizer, folder, weights)
         source = str(Path(config.output_dir) / config.name / "export")
         base = replace(base, source=source, fingerprint=fingerprint(folder.glob("*.safetensors")))
-    settings = _scorer_settings(config)
+    settings = scorer_settings(config)
     if student.scorer is not None and settings is not None:
         save_scorer(
             folder,

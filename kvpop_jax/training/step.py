@@ -14,6 +14,7 @@ import optax
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from kvpop_jax.sharding import constrain, constrain_weights
 from kvpop_jax.training.data import Batch
 
 Groups = dict[str, Any]
@@ -60,6 +61,7 @@ def make_step(
     pools: tuple[int, ...],
     seed: int,
     accumulate: int = 1,
+    state_shardings: Any = None,
 ) -> Callable[[TrainState, Any, Batch], tuple[TrainState, Metrics]]:
     """Compiles a step; it takes over the buffers of the state it is given.
 
@@ -69,6 +71,7 @@ def make_step(
         pools: the pool sizes that rows take turns through, over the rows of a batch and on through the run.
         seed: with the step number it determines what is sampled in the step.
         accumulate: parts of the batch whose gradients are averaged, one after the other; divides the rows of a batch.
+        state_shardings: where the next state lies, a tree like it; None leaves it to the compiler.
 
     Returns:
         `(state, frozen weights, batch) -> (state, metrics)`. Beside the objective's, the metrics hold the loss,
@@ -80,14 +83,17 @@ def make_step(
         pool_B, key = _pools(pools, state.step, batch), _key(seed, state.step)
 
         def part(_, inputs):
-            return None, gradient(state.weights, frozen, *inputs)
+            (loss, metrics), grads = gradient(state.weights, frozen, *inputs)
+            return None, ((loss, metrics), constrain_weights(grads))
 
-        split = jax.tree.map(lambda x: x.reshape(accumulate, -1, *x.shape[1:]), (batch, pool_B))
+        split = jax.tree.map(lambda x: constrain(x.reshape(accumulate, -1, *x.shape[1:]), "NB"), (batch, pool_B))
         _, ((loss, metrics), grads) = lax.scan(part, None, (*split, jax.random.split(key, accumulate)))
         loss, metrics, grads = jax.tree.map(lambda x: x.mean(axis=0), (loss, metrics, grads))
         return _update(state, grads, optimizers), {"loss": loss, **metrics, **_norms(grads, state.step, optimizers)}
 
-    return jax.jit(step, donate_argnums=0)
+    if state_shardings is None:
+        return jax.jit(step, donate_argnums=0)
+    return jax.jit(step, donate_argnums=0, out_shardings=(state_shardings, None))
 
 
 def make_measure(

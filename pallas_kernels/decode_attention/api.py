@@ -3,10 +3,12 @@
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.backend import Backend, select_backend
-from pallas_kernels.decode_attention import gpu, reference
+from pallas_kernels.decode_attention import gpu, reference, tpu
+from pallas_kernels.meshes import per_shard
 
 _BACKENDS = {
     "gpu": Backend(gpu.decode_attention, "gpu", gpu.refuses, gpu.pays),
+    "tpu": Backend(tpu.decode_attention, "tpu", tpu.refuses),
     "reference": Backend(reference.decode_attention),
 }
 
@@ -47,4 +49,6 @@ def decode_attention(
         BackendError: the back end is unknown or refuses the arguments.
     """
     arguments = q_BHD, k_BKCD, v_BKCD, position_BKC, k_new_BKD, v_new_BKD, slot_BK, return_probabilities
-    return _BACKENDS[select_backend("decode_attention", backend, _BACKENDS, arguments)].run(*arguments)
+    run = _BACKENDS[select_backend("decode_attention", backend, _BACKENDS, arguments)].run
+    takes = "BHD", "BKCD", "BKCD", "BKC", "BKD", "BKD", "BK", None
+    return per_shard(run, arguments, takes, ("BHD", "BH", "BKCD", "BKCD", "BHC" if return_probabilities else None))

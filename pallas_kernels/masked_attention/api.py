@@ -4,6 +4,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.backend import Backend, select_backend
 from pallas_kernels.masked_attention import reference
+from pallas_kernels.meshes import per_shard
 
 NEVER = 2**31 - 1
 """The expiry of a token that is never evicted."""
@@ -42,4 +43,5 @@ def masked_attention(
         BackendError: the back end is unknown or refuses the arguments.
     """
     arguments = q_BTHD, k_BSKD, v_BSKD, expiry_BKS, segment_BS, bias_BKS, bias_delay
-    return _BACKENDS[select_backend("masked_attention", backend, _BACKENDS, arguments)].run(*arguments)
+    run = _BACKENDS[select_backend("masked_attention", backend, _BACKENDS, arguments)].run
+    return per_shard(run, arguments, ("BTHD", "BSKD", "BSKD", "BKS", "BS", "BKS", None), ("BTHD", "BHT"))

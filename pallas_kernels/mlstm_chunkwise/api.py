@@ -13,12 +13,16 @@ In units of exp(m) the bound of the denominator is 1 whatever `m` is, so any `m`
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.backend import Backend, select_backend
-from pallas_kernels.mlstm_chunkwise import reference
+from pallas_kernels.meshes import per_shard
+from pallas_kernels.mlstm_chunkwise import reference, tpu
 from pallas_kernels.mlstm_chunkwise.state import MLSTMState, mlstm_initial_state
 
 __all__ = ["MLSTMState", "mlstm_chunkwise", "mlstm_initial_state", "mlstm_step"]
 
-_BACKENDS = {"reference": Backend(reference.mlstm_chunkwise)}
+_BACKENDS = {
+    "tpu": Backend(tpu.mlstm_chunkwise, "tpu", tpu.refuses),
+    "reference": Backend(reference.mlstm_chunkwise),
+}
 
 
 def mlstm_chunkwise(
@@ -59,7 +63,9 @@ def mlstm_chunkwise(
         (B, _, K, X), Y = q_BSKX.shape, v_BSKY.shape[-1]
         state = mlstm_initial_state(B, K, X, Y)
     arguments = q_BSKX, k_BSKX, v_BSKY, i_BSK, f_BSK, state, segment_BS, chunk
-    return _BACKENDS[select_backend("mlstm_chunkwise", backend, _BACKENDS, arguments)].run(*arguments)
+    run = _BACKENDS[select_backend("mlstm_chunkwise", backend, _BACKENDS, arguments)].run
+    takes = "BSKX", "BSKX", "BSKY", "BSK", "BSK", "BK", "BS", None
+    return per_shard(run, arguments, takes, ("BSKY", MLSTMState("BKXY", "BKX", "BK")))  # type: ignore[arg-type]
 
 
 def mlstm_step(

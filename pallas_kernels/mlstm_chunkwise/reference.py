@@ -34,7 +34,7 @@ def mlstm_chunkwise(q_BSKX, k_BSKX, v_BSKY, i_BSK, f_BSK, state, segment_BS, chu
 
     q_nBLKX, k_nBLKX, i_nBLK, f_nBLK = (split(array.astype(dtype)) for array in (q_BSKX, k_BSKX, i_BSK, f_BSK))
     v_nBLKZ = split(_with_one(v_BSKY.astype(dtype)))
-    real_nBL, run_nBL = split(segment_BS != 0), split(_runs(segment_BS))
+    real_nBL, run_nBL = split(segment_BS != 0), split(segment_runs(segment_BS))
     # Padding forgets nothing, and is masked wherever it would write or read.
     b_nBLK = jnp.cumsum(jnp.where(real_nBL[..., None], jax.nn.log_sigmoid(f_nBLK), 0), axis=2)
     last_run_nB = lax.cummax(jnp.max(run_nBL, axis=2), axis=0)
@@ -68,7 +68,7 @@ def mlstm_step(state, q_BKX, k_BKX, v_BKY, i_BK, f_BK):
     return MLSTMState(c_BKXY, n_BKX, m_BK), h_BKY.astype(v_BKY.dtype)
 
 
-def _runs(segment_BS):
+def segment_runs(segment_BS):
     """Numbers the segments of each row 0, 1, ... in order; padding keeps the number of the segment before it."""
     real_BS = segment_BS != 0
     place_BS = jnp.where(real_BS, jnp.arange(segment_BS.shape[1]), -1)

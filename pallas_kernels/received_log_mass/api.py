@@ -3,6 +3,7 @@
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.backend import Backend, select_backend
+from pallas_kernels.meshes import per_shard
 from pallas_kernels.received_log_mass import reference
 
 _BACKENDS = {"reference": Backend(reference.received_log_mass)}
@@ -40,4 +41,5 @@ def received_log_mass(
         BackendError: the back end is unknown or refuses the arguments.
     """
     arguments = q_BTHD, k_BSKD, lse_BHT, segment_BS, delay, query_BT
-    return _BACKENDS[select_backend("received_log_mass", backend, _BACKENDS, arguments)].run(*arguments)
+    run = _BACKENDS[select_backend("received_log_mass", backend, _BACKENDS, arguments)].run
+    return per_shard(run, arguments, ("BTHD", "BSKD", "BHT", "BS", None, "BT"), "BHS")
