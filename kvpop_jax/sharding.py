@@ -100,7 +100,7 @@ def placed(shapes: Any, mesh: Mesh) -> Any:
 
 
 def mesh_in_use() -> Any:
-    """The mesh that a program is traced under, None without one that has our axes, or where each device traces alone."""
+    """The mesh that a program is traced under; None without one that has our axes, and inside `jax.shard_map`."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or set(mesh.axis_names) != set(AXIS_NAMES) or AxisType.Manual in mesh.axis_types:
         return None

@@ -64,8 +64,9 @@ def mlstm_chunkwise(
         return array_BKSD.reshape(R, -1, array_BSKD.shape[-1])
 
     memory = state.c_BKXY.reshape(R, X, Y), state.n_BKX.reshape(R, 1, X), state.m_BK.reshape(R, 1, 1)
-    memory = tuple(array.astype(jnp.float32) for array in memory)
-    h_RSY, c_RXY, n_R1X, m_R11 = _run(rows(q_BSKX), rows(k_BSKX), rows(v_BSKY), gates_RnGL, *memory)
+    c_RXY, n_R1X, m_R11 = (array.astype(jnp.float32) for array in memory)
+    inputs = rows(q_BSKX), rows(k_BSKX), rows(v_BSKY), gates_RnGL
+    h_RSY, c_RXY, n_R1X, m_R11 = _run(*inputs, c_RXY, n_R1X, m_R11)
     h_BSKY = jnp.swapaxes(h_RSY.reshape(batch, K, -1, Y), 1, 2)[:, :S]
     final = MLSTMState(c_RXY.reshape(batch, K, X, Y), n_R1X.reshape(batch, K, X), m_R11.reshape(batch, K))
     return h_BSKY, final
