@@ -63,10 +63,10 @@ def mlstm_chunkwise(
         array_BKSD = jnp.swapaxes(jnp.pad(array_BSKD, ((0, 0), (0, -S % L), (0, 0), (0, 0))), 1, 2)
         return array_BKSD.reshape(R, -1, array_BSKD.shape[-1])
 
-    memory = state.c_BKXY.reshape(R, X, Y), state.n_BKX.reshape(R, 1, X), state.m_BK.reshape(R, 1, 1)
-    c_RXY, n_R1X, m_R11 = (array.astype(jnp.float32) for array in memory)
+    stored = state.c_BKXY.reshape(R, X, Y), state.n_BKX.reshape(R, 1, X), state.m_BK.reshape(R, 1, 1)
+    memory = [array.astype(jnp.float32) for array in stored]
     inputs = rows(q_BSKX), rows(k_BSKX), rows(v_BSKY), gates_RnGL
-    h_RSY, c_RXY, n_R1X, m_R11 = _run(*inputs, c_RXY, n_R1X, m_R11)
+    h_RSY, c_RXY, n_R1X, m_R11 = _run(*inputs, *memory)
     h_BSKY = jnp.swapaxes(h_RSY.reshape(batch, K, -1, Y), 1, 2)[:, :S]
     final = MLSTMState(c_RXY.reshape(batch, K, X, Y), n_R1X.reshape(batch, K, X), m_R11.reshape(batch, K))
     return h_BSKY, final

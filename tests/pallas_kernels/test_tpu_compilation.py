@@ -24,8 +24,8 @@ def _accumulated(x):
     scratch = [pltpu.VMEM((128, 512), jnp.float32)]
     params = pltpu.CompilerParams(dimension_semantics=("arbitrary",))
     return pl.pallas_call(
-        kernel, out_shape=jax.typeof(x), grid=(x.shape[0] // 128,), in_specs=[block], out_specs=block, scratch_shapes=scratch,
-        compiler_params=params, name="accumulated",
+        kernel, out_shape=jax.typeof(x), grid=(x.shape[0] // 128,), in_specs=[block], out_specs=block,
+        scratch_shapes=scratch, compiler_params=params, name="accumulated",
     )(x)  # fmt: skip
 
 
