@@ -26,7 +26,9 @@ def per_shard(run: Callable[..., Any], arguments: Sequence[Any], takes: Sequence
     """
     mesh = jax.sharding.get_abstract_mesh()
     auto = (
-        () if mesh.empty else tuple(n for n, kind in zip(mesh.axis_names, mesh.axis_types) if kind != AxisType.Manual)
+        ()
+        if mesh.empty
+        else tuple(n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Manual)
     )
     used = {name for names in MESH_AXES.values() for name in names} & set(auto)
     if not used or math.prod(mesh.shape[name] for name in used) == 1:
