@@ -1,0 +1,51 @@
+"""How the tests of Pallas kernels run without their hardware."""
+
+import importlib.util
+from collections.abc import Iterator
+
+import jax
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+
+@pytest.fixture
+def tpu_interpreter(capsys) -> Iterator[None]:
+    """Runs TPU kernels on a simulated TPU: a race fails the test, memory that nobody wrote to holds NaN.
+
+    DMAs happen when they are waited for, so that what is read before a wait is NaN too.
+    """
+    yield from _interpreted(
+        pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", dma_execution_mode="on_wait")
+    )
+    # JAX 0.12 raises; JAX 0.10 prints the race and has forgotten it at the next kernel.
+    assert "RACE DETECTED" not in capsys.readouterr().out
+
+
+@pytest.fixture
+def plain_interpreter() -> Iterator[None]:
+    """Runs TPU kernels as plain JAX, block by block and without memory spaces: quick."""
+    yield from _interpreted(True)
+
+
+def _interpreted(params) -> Iterator[None]:
+    try:
+        with pltpu.force_tpu_interpret_mode(params):
+            yield
+    finally:
+        pltpu.reset_tpu_interpret_mode_state()  # an exception inside a kernel leaves its simulated memory behind
+
+
+@pytest.fixture
+def libtpu() -> Iterator[None]:
+    """Skips the test where the TPU compiler is missing; compiles as for real, not in the haste of the other tests."""
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("libtpu, the TPU compiler, is not installed: pip install 'jax[tpu]'")
+    before = {
+        "jax_disable_most_optimizations": jax.config.read("jax_disable_most_optimizations"),
+        "jax_enable_compilation_cache": jax.config.jax_enable_compilation_cache,
+    }
+    for name in before:
+        jax.config.update(name, False)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
