@@ -1,9 +1,12 @@
 """The TPU kernels of `masked_attention`, interpreted: the inherited suite on both forms, and what is theirs alone."""
 
+from functools import partial
+
+import masked_attention_suite
 import pytest
 from masked_attention_suite import MaskedAttentionSuite
 
-from pallas_kernels.masked_attention import tpu
+from pallas_kernels.masked_attention import masked_attention, tpu
 
 pytestmark = pytest.mark.tpu
 
@@ -13,8 +16,27 @@ def float64():
     """The kernels compute in float32; only the judge is in float64."""
 
 
-@pytest.mark.usefixtures("plain_interpreter")
-class TestPlain(MaskedAttentionSuite):
+@pytest.fixture
+def compacted(monkeypatch):
+    """Chunks of one block, so that even the short rows of the suite have survivors."""
+    monkeypatch.setattr(tpu, "chosen_chunk", lambda *_: 128)
+    monkeypatch.setattr(masked_attention_suite, "masked_attention", partial(masked_attention, capacity=200))
+    masked_attention_suite._compiled.cache_clear()
+    yield
+    masked_attention_suite._compiled.cache_clear()
+
+
+class _Kernels(MaskedAttentionSuite):
     backend = "tpu"
     dtype = "float32"
     tolerance = 2e-6
+
+
+@pytest.mark.usefixtures("plain_interpreter")
+class TestPlainForm(_Kernels):
+    pass
+
+
+@pytest.mark.usefixtures("tpu_interpreter", "compacted")
+class TestCompactedForm(_Kernels):
+    pass
