@@ -18,8 +18,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from pallas_kernels.masked_attention.tpu_blocks import LANES, Blocks
-from pallas_kernels.masked_attention.tpu_forward import LOG2_E, MASKED, dot, lanes, scores, specs
+from pallas_kernels.masked_attention.tpu_blocks import Blocks
+from pallas_kernels.masked_attention.tpu_forward import scores, specs
+from pallas_kernels.tpu_tiles import LANES, LOG2_E, MASKED, dot, lanes, to_rows
 
 
 def attend_dq(
@@ -68,10 +69,10 @@ def _dq_kernel(
         acc_ref[...] = jnp.zeros_like(acc_ref)
         log_GL = _log2(lse_ref)
         for g in range(G):
-            # From lanes to rows, once for all blocks of keys.
+            # Once for all blocks of keys.
             rows = pl.ds(g * L, L)
-            log_ref[rows] = jnp.broadcast_to(log_GL[g : g + 1], (LANES, L)).T
-            moved_ref[rows] = jnp.broadcast_to(shift_ref[g : g + 1], (LANES, L)).T
+            log_ref[rows] = to_rows(log_GL[g : g + 1])
+            moved_ref[rows] = to_rows(shift_ref[g : g + 1])
 
     @pl.when(blocks.visible(i, j, blocks.bound(bounds_ref, head, j)))
     def step():
@@ -140,7 +141,7 @@ def _dkv_kernel(
     def start():
         dk_acc_ref[...] = jnp.zeros_like(dk_acc_ref)
         dv_acc_ref[...] = jnp.zeros_like(dv_acc_ref)
-        life_SN_ref[...] = jnp.broadcast_to(life_ref[...], (LANES, blocks.k)).T
+        life_SN_ref[...] = to_rows(life_ref[...])
 
     @pl.when(blocks.visible(i, j, blocks.bound(bounds_ref, head, j)))
     def step():

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Int
 
-LANES = 128
+from pallas_kernels.tpu_tiles import LANES, round_up
+
 CHUNKS = (256, 512, 1024, 2048)
 """Lengths of a chunk that are considered."""
 
@@ -99,7 +100,9 @@ class Blocks:
         scores = pairs * self.q * self.k * group
         moved_q = self.heads * self.rows * group * (arrays * head_dim * itemsize + 8)
         moved_k = pairs * self.k * (2 * head_dim * itemsize + 4)
-        return pl.CostEstimate(flops=2 * matmuls * scores * head_dim, transcendentals=scores, bytes_accessed=moved_q + moved_k)
+        return pl.CostEstimate(
+            flops=2 * matmuls * scores * head_dim, transcendentals=scores, bytes_accessed=moved_q + moved_k
+        )
 
 
 def blocks_for(rows: int, old: int, group: int, heads: int, keys: int = _KEYS) -> Blocks:
@@ -112,10 +115,6 @@ def blocks_for(rows: int, old: int, group: int, heads: int, keys: int = _KEYS) -
         k //= 2
     rows = round_up(rows, max(q, k))
     return Blocks(rows, round_up(old, k) + rows, q, k, heads)
-
-
-def round_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
 
 
 def chosen_chunk(length: int, capacity: int | None, group: int, heads: int, head_dim: int, itemsize: int) -> int | None:

@@ -7,7 +7,6 @@ step in which nothing is visible computes nothing, and asks for the block of the
 Logarithms are to base 2 inside, which is what the hardware has.
 """
 
-import math
 from functools import partial
 
 import jax
@@ -17,13 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.masked_attention.tpu_blocks import LANES, Blocks
-
-MASKED = -2e38
-"""Added to the scores of keys that are not visible. Float32 holds it beside any real score."""
-FLOOR = -1e30
-"""No running maximum is below it, so that 2 ** (MASKED - maximum) is 0 even in rows that have seen nothing."""
-LOG2_E = math.log2(math.e)
+from pallas_kernels.masked_attention.tpu_blocks import Blocks
+from pallas_kernels.tpu_tiles import FLOOR, LANES, LOG2_E, MASKED, dot, lanes, to_lanes
 
 
 def attend(
@@ -106,7 +100,7 @@ def _kernel(blocks, bounds_ref, q_ref, k_ref, v_ref, life_ref, o_ref, lse_ref, m
         # Every lane holds the same; turned, the rows lie along the lanes, so that nothing 128 times too large is stored.
         lse_RN = jnp.where(empty_RN, -jnp.inf, (max_ref[...] + jnp.log2(whole_RN)) / LOG2_E)
         for g in range(G):
-            lse_ref[g : g + 1] = lse_RN[g * blocks.q : (g + 1) * blocks.q].T[:1]
+            lse_ref[g : g + 1] = to_lanes(lse_RN[g * blocks.q : (g + 1) * blocks.q])
 
 
 def scores(blocks: Blocks, i, j, q_ref, k_ref, life_ref):
@@ -118,16 +112,3 @@ def scores(blocks: Blocks, i, j, q_ref, k_ref, life_ref):
     mask_LS = jnp.where((slot_LS - blocks.old <= row_LS) & (row_LS < life_ref[...]), 0, MASKED)
     s_GLS = s_RS.reshape(G, L, blocks.k) * (LOG2_E * D**-0.5) + mask_LS
     return s_GLS.reshape(G * L, blocks.k)
-
-
-def lanes(x_RN, width: int):
-    """[rows, 128] with equal lanes to [rows, width]."""
-    if width <= LANES:
-        return x_RN[:, :width]
-    return jnp.concatenate([x_RN] * (width // LANES), axis=1)
-
-
-def dot(x, y, contract):
-    """Float32 operands are multiplied in float32, bfloat16 ones exactly; the sum is in float32."""
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return lax.dot_general(x, y, (contract, ((), ())), precision=precision, preferred_element_type=jnp.float32)
