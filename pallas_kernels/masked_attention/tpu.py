@@ -1,7 +1,7 @@
 """`masked_attention` on TPU: one set of kernels, run over the plain row or over compacted chunks of it.
 
-Documents are runs, so the end of a key's document is folded into its expiry, and no kernel reads a segment id. Which form
-runs is `tpu_blocks.chosen_chunk`'s rule; the kernels are in `tpu_forward` and `tpu_backward`, chunks in `tpu_compacted`.
+Documents are runs, so the end of a key's document is folded into its expiry, and no kernel reads a segment id. Which
+form runs is the rule of `tpu_blocks.chosen_chunk`; the kernels are in `tpu_forward` and `tpu_backward`.
 """
 
 from functools import partial

@@ -4,9 +4,9 @@ With p the probabilities, dP = do v^T and shift = dlse - sum(do * o):
 
     ds = p * (dP + shift),    dq = ds k,    dk = ds^T q,    dv = p^T do
 
-dq walks the grid of the forward kernel. dk and dv walk (B, K, blocks of keys, blocks of queries), queries innermost, and
-hold a block of K and V with their gradients in VMEM; scores are transposed there, so that what belongs to rows lies along
-lanes, where it is stored. The queries that may see a block of keys are consecutive, so skipped steps fetch nothing.
+dq walks the grid of the forward kernel. dk and dv walk (B, K, blocks of keys, blocks of queries), queries innermost,
+and hold a block of K and V with their gradients in VMEM; scores are transposed there, so that what belongs to rows lies
+along lanes, where it is stored. The queries that may see a block of keys are consecutive: skipped steps fetch nothing.
 """
 
 from functools import partial

@@ -8,7 +8,6 @@ that is, causal attention of the last T positions, in which every key carries th
 plain sequence is `old = 0` with `life = expiry`; a chunk of it is `old = capacity` survivors followed by the chunk.
 """
 
-import math
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -105,16 +104,19 @@ class Blocks:
         )
 
 
-def blocks_for(rows: int, old: int, group: int, heads: int, keys: int = _KEYS) -> Blocks:
+def blocks_for(rows: int, old: int, group: int, heads: int) -> Blocks:
     """Block sizes for `rows` queries after `old` slots, both of which the caller then pads to what `Blocks` says."""
-    q = max(LANES, min(512, 2 ** int(math.log2(max(1, _ROWS // group)))))
-    q = min(q, 2 ** math.ceil(math.log2(max(rows, LANES))))
-    k = keys
-    # Padding less than an eighth away is worth larger blocks.
-    while k > LANES and (round_up(rows, k) - rows > rows // 8 or round_up(old, k) - old > max(old // 8, 0)):
-        k //= 2
+    q = _fitting(min(512, max(LANES, 1 << (_ROWS // group).bit_length() - 1)), rows)
+    k = _fitting(_KEYS, rows, old)
     rows = round_up(rows, max(q, k))
     return Blocks(rows, round_up(old, k) + rows, q, k, heads)
+
+
+def _fitting(block: int, *lengths: int) -> int:
+    """The largest power of two up to `block` that pads by less than an eighth, but no less than a row of lanes."""
+    while block > LANES and any(round_up(length, block) - length > length // 8 for length in lengths):
+        block //= 2
+    return block
 
 
 def chosen_chunk(length: int, capacity: int | None, group: int, heads: int, head_dim: int, itemsize: int) -> int | None:
@@ -125,9 +127,9 @@ def chosen_chunk(length: int, capacity: int | None, group: int, heads: int, head
     gathering both. Without a capacity there is only the plain form.
     """
     best, chunk = _seconds(blocks_for(length, 0, group, heads), group, head_dim, itemsize), None
-    for candidate in CHUNKS if capacity is not None else ():
-        if candidate >= length:
-            continue
+    if capacity is None:
+        return None
+    for candidate in (size for size in CHUNKS if size < length):
         blocks = blocks_for(candidate, capacity, group, heads)
         # Rows of k and v are read and written by the gather, then read by the kernel (which its own cost says).
         gathered = heads * blocks.slots * head_dim * itemsize * 4

@@ -1,8 +1,8 @@
 """The compacted form: chunk by chunk over the keys that are still alive, gathered, and the chunk's own.
 
-A scan carries the survivors: position and end of every key that some query from here on may still see, oldest first. The
-survivors of the next chunk are among this one's and this chunk's own keys, so that a step costs capacity + chunk, and the
-row is linear. Gathering K and V, and scattering their gradients, is XLA's; the kernels run once per chunk.
+A scan carries the survivors: position and end of every key that some query from here on may still see, oldest first.
+The survivors of the next chunk are among this one's and this chunk's own keys, so that a step costs capacity + chunk,
+and the row is linear. Gathering K and V, and scattering their gradients, is XLA's; the kernels run once per chunk.
 """
 
 from typing import NamedTuple

@@ -97,7 +97,7 @@ def _kernel(blocks, bounds_ref, q_ref, k_ref, v_ref, life_ref, o_ref, lse_ref, m
         whole_RN = jnp.where(empty_RN, 1, sum_ref[...])
         o_RD = acc_ref[...] / lanes(whole_RN, D)
         o_ref[...] = o_RD.reshape(q_ref.shape).astype(o_ref.dtype)
-        # Every lane holds the same; turned, the rows lie along the lanes, so that nothing 128 times too large is stored.
+        # Every lane holds the same. Turned, rows lie along lanes: nothing 128 times too large is stored.
         lse_RN = jnp.where(empty_RN, -jnp.inf, (max_ref[...] + jnp.log2(whole_RN)) / LOG2_E)
         for g in range(G):
             lse_ref[g : g + 1] = to_lanes(lse_RN[g * blocks.q : (g + 1) * blocks.q])

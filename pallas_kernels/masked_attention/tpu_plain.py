@@ -1,9 +1,9 @@
-"""The plain form: one call of the kernels over the whole row, which skip blocks that are expired for a block of queries."""
+"""The plain form: one call of each kernel for the whole row; blocks that have expired for all queries are skipped."""
 
 import jax.numpy as jnp
 
 from pallas_kernels.masked_attention.tpu_backward import attend_dkv, attend_dq
-from pallas_kernels.masked_attention.tpu_blocks import Blocks, blocks_for
+from pallas_kernels.masked_attention.tpu_blocks import blocks_for
 from pallas_kernels.masked_attention.tpu_forward import attend
 
 
@@ -33,7 +33,7 @@ def _prepared(q_BTHD, k_BSKD, v_BSKD, end_BKS):
     """Heads first, padded to blocks with keys that nothing sees."""
     B, T, H, _ = q_BTHD.shape
     K = k_BSKD.shape[2]
-    blocks: Blocks = blocks_for(T, 0, H // K, B * K)
+    blocks = blocks_for(T, 0, H // K, B * K)
     pad = blocks.rows - T
     q_BTHD, k_BSKD, v_BSKD = (padded(x, 1, pad) for x in (q_BTHD, k_BSKD, v_BSKD))
     k_BKSD, v_BKSD = jnp.swapaxes(k_BSKD, 1, 2), jnp.swapaxes(v_BSKD, 1, 2)

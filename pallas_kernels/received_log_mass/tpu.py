@@ -2,9 +2,9 @@
 
 The grid is (B, K, blocks of keys, blocks of queries), queries innermost. A step holds in VMEM a block of K and the ends
 of its keys' documents, a block of queries of all heads of the group, their log-sum-exp and positions (along lanes), and
-for every key and head the running maximum and sum. Queries come in the order of their positions, so those that count for a
-block of keys are consecutive blocks: scalar memory holds the first and the stop of each, and skipped steps fetch nothing.
-A subset of the queries is moved to the front first, so that the cost falls with its share.
+for every key and head the running maximum and sum. Queries come in the order of their positions, so those that count
+for a block of keys are consecutive blocks: scalar memory holds the first and the one past the last of each, and skipped
+steps fetch nothing. A subset of the queries is moved to the front first, so that the cost falls with its share.
 """
 
 from functools import partial
