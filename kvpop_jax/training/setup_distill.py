@@ -39,6 +39,7 @@ def prepare_distill(config: TrainConfig) -> Setup:
     if config.freeze_base and scorer is None:
         raise UserError(f"freeze_base leaves policy {config.policy.name} nothing to train; it has no scorer")
     plans = {budget: _plan(policy, model, budget, dtype) for budget in config.policy.budgets}
+    student = replace(student, capacity=max(plan.capacity for plan in plans.values()))
     weights = _starting_weights(config, model, scorer)
     if config.freeze_base:
         objective = distill.train_scorer(model.config, student, remat=config.remat)

@@ -45,6 +45,7 @@ class Student:
         sinks, window: protected tokens.
         pin_prompt: the prompt is protected too.
         losses: the target and the boundary loss.
+        capacity: keys that a query sees at most, sinks + window + the largest pool; None where nobody has counted.
     """
 
     priorities: Callable[[Any, Prompt], Float[Array, "B K S"]]
@@ -53,6 +54,7 @@ class Student:
     window: int
     pin_prompt: bool
     losses: LossConfig
+    capacity: int | None = None
 
 
 LayerMetrics = dict[str, Float[Array, ""]]
@@ -99,7 +101,9 @@ def student_hidden(
         view = Prompt(batch.token_BS, *tensors, layout, seed_B, layer, frequency_D2)
         priority_BKS = student.priorities(scorer_of_layer, view)
         expiry_BKS = expiry_from_priority(lax.stop_gradient(priority_BKS), layout, student.window)
-        o_BSHD, lse_BHS = masked_attention(q_BSHD, k_BSKD, v_BSKD, expiry_BKS, layout.segment_BS)
+        o_BSHD, lse_BHS = masked_attention(
+            q_BSHD, k_BSKD, v_BSKD, expiry_BKS, layout.segment_BS, capacity=student.capacity
+        )
         # Only the attention output carries gradient to the model.
         seen = lax.stop_gradient(_Seen(q_BSHD, k_BSKD, lse_BHS, layout, query_BS))
         return o_BSHD, _scorer_metrics(student, scorer_of_layer, priority_BKS, seen)

@@ -3,13 +3,16 @@
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.backend import Backend, select_backend
-from pallas_kernels.masked_attention import reference
+from pallas_kernels.masked_attention import reference, tpu
 from pallas_kernels.meshes import per_shard
 
 NEVER = 2**31 - 1
 """The expiry of a token that is never evicted."""
 
-_BACKENDS = {"reference": Backend(reference.masked_attention)}
+_BACKENDS = {
+    "tpu": Backend(tpu.masked_attention, "tpu", tpu.refuses),
+    "reference": Backend(reference.masked_attention),
+}
 
 
 def masked_attention(
@@ -21,6 +24,7 @@ def masked_attention(
     *,
     bias_BKS: Float[Array, "B K S"] | None = None,
     bias_delay: int = 0,
+    capacity: int | None = None,
     backend: str = "auto",
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B H T"]]:
     """Causal grouped-query attention under expiry, scaled by 1 / sqrt(D).
@@ -31,8 +35,11 @@ def masked_attention(
     Args:
         q_BTHD, k_BSKD, v_BSKD: after rotary embedding; any float dtype.
         expiry_BKS: first query position that no longer sees the key; `NEVER` keeps it.
-        segment_BS: document of each position; 0 is padding, which sees nothing and is seen by nothing.
+        segment_BS: document of each position, in contiguous runs; 0 is padding, which sees nothing and is seen by
+            nothing.
         bias_BKS: added to the score of key `t` for queries `q >= t + bias_delay` (soft eviction, as in DMS and DMC).
+        capacity: a promise: no query sees more keys than that, itself included; None promises nothing. A back end may
+            use it to visit survivors only, and must then give NaN where it is broken.
         backend: "auto" or the name of a back end.
 
     Returns:
@@ -42,6 +49,7 @@ def masked_attention(
     Raises:
         BackendError: the back end is unknown or refuses the arguments.
     """
-    arguments = q_BTHD, k_BSKD, v_BSKD, expiry_BKS, segment_BS, bias_BKS, bias_delay
+    arguments = q_BTHD, k_BSKD, v_BSKD, expiry_BKS, segment_BS, bias_BKS, bias_delay, capacity
     run = _BACKENDS[select_backend("masked_attention", backend, _BACKENDS, arguments)].run
-    return per_shard(run, arguments, ("BTHD", "BSKD", "BSKD", "BKS", "BS", "BKS", None), ("BTHD", "BHT"))
+    takes = "BTHD", "BSKD", "BSKD", "BKS", "BS", "BKS", None, None
+    return per_shard(run, arguments, takes, ("BTHD", "BHT"))

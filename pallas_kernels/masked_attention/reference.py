@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 QUERY_BLOCK = 128
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(6,))
+@partial(jax.custom_vjp, nondiff_argnums=(6, 7))
 def masked_attention(
     q_BTHD: Float[Array, "B T H D"],
     k_BSKD: Float[Array, "B S K D"],
@@ -25,12 +25,14 @@ def masked_attention(
     segment_BS: Int[Array, "B S"],
     bias_BKS: Float[Array, "B K S"] | None,
     bias_delay: int,
+    capacity: int | None = None,
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B H T"]]:
-    """See `api.masked_attention`."""
-    return _forward(q_BTHD, k_BSKD, v_BSKD, expiry_BKS, segment_BS, bias_BKS, bias_delay)[0]
+    """See `api.masked_attention`. All keys are visited, so that a capacity is of no use."""
+    return _forward(q_BTHD, k_BSKD, v_BSKD, expiry_BKS, segment_BS, bias_BKS, bias_delay, capacity)[0]
 
 
-def _forward(q_BTHD, k_BSKD, v_BSKD, expiry_BKS, segment_BS, bias_BKS, bias_delay):
+def _forward(q_BTHD, k_BSKD, v_BSKD, expiry_BKS, segment_BS, bias_BKS, bias_delay, capacity):
+    del capacity
     T, K = q_BTHD.shape[1], k_BSKD.shape[2]
     k_BKSD, v_BKSD = jnp.swapaxes(k_BSKD, 1, 2), jnp.swapaxes(v_BSKD, 1, 2)
     scores = partial(_block_scores, k_BKSD, expiry_BKS, segment_BS, bias_BKS, bias_delay)
@@ -50,7 +52,8 @@ def _forward(q_BTHD, k_BSKD, v_BSKD, expiry_BKS, segment_BS, bias_BKS, bias_dela
     return (o_BTHD, lse_BHT), residuals
 
 
-def _backward(bias_delay, residuals, cotangents):
+def _backward(bias_delay, capacity, residuals, cotangents):
+    del capacity
     q_BTHD, k_BSKD, v_BSKD, expiry_BKS, segment_BS, bias_BKS, o_BTHD, lse_BHT = residuals
     do_BTHD, dlse_BHT = cotangents
     T, D = q_BTHD.shape[1], q_BTHD.shape[3]

@@ -4,9 +4,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.backend import Backend, select_backend
 from pallas_kernels.meshes import per_shard
-from pallas_kernels.received_log_mass import reference
+from pallas_kernels.received_log_mass import reference, tpu
 
-_BACKENDS = {"reference": Backend(reference.received_log_mass)}
+_BACKENDS = {
+    "tpu": Backend(tpu.received_log_mass, "tpu", tpu.refuses),
+    "reference": Backend(reference.received_log_mass),
+}
 
 
 def received_log_mass(
@@ -29,7 +32,7 @@ def received_log_mass(
     Args:
         q_BTHD, k_BSKD: as in `masked_attention`, T = S.
         lse_BHT: normaliser of each query, from a dense or a sparse pass.
-        segment_BS: document of each position, 0 for padding.
+        segment_BS: document of each position, in contiguous runs; 0 for padding.
         delay: queries nearer than this do not count (the window).
         query_BT: which queries count at all; None for all of them.
 

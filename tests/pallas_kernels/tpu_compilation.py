@@ -27,6 +27,9 @@ TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "
 """The smallest slice of every chip that kernels are compiled for."""
 
 
+_VMEM = 16 * 2**20
+
+
 @dataclass(frozen=True)
 class Compiled:
     """What the compiler says of a program for one chip; bytes throughout.
@@ -44,6 +47,12 @@ class Compiled:
     aliased: int
     largest_array: int
     text: str
+
+    def assert_vmem(self, what: str) -> None:
+        """Prints what the kernels of `what` take; asserts that every chip gives as much unasked."""
+        used = ", ".join(f"{name} {size / 2**20:.1f}" for name, size in self.vmem.items())
+        print(f"\n{what}: MiB of VMEM: {used}")
+        assert all(0 < size < _VMEM for size in self.vmem.values())
 
 
 @cache

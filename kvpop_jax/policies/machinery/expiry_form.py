@@ -82,7 +82,9 @@ def _prefill(parallel: Parallel, params: Any, prompt: Prompt, plan: CachePlan) -
     layout = prompt.layout
     priority_BKS, _state = parallel(params, prompt)
     expiry_BKS = expiry_from_priority(priority_BKS, layout, plan.window)
-    o_BSHD, _lse = masked_attention(prompt.q_BSHD, prompt.k_BSKD, prompt.v_BSKD, expiry_BKS, layout.segment_BS)
+    o_BSHD, _lse = masked_attention(
+        prompt.q_BSHD, prompt.k_BSKD, prompt.v_BSKD, expiry_BKS, layout.segment_BS, capacity=plan.capacity
+    )
     alive_BKS = (layout.segment_BS > 0)[:, None] & (expiry_BKS >= prompt_length(prompt)[:, None, None])
     return o_BSHD, Kept(alive_BKS, prompt.k_BSKD, prompt.v_BSKD)
 
