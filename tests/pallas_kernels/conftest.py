@@ -8,6 +8,14 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keeps kernels out of the lane of core tests, whose marks they inherit with their suites."""
+    for item in items:
+        if any(item.get_closest_marker(lane) for lane in ("tpu", "gpu_interpret")):
+            item.own_markers = [mark for mark in item.own_markers if mark.name != "core"]
+
+
 @pytest.fixture
 def tpu_interpreter(capsys) -> Iterator[None]:
     """Runs TPU kernels on a simulated TPU: a race fails the test, memory that nobody wrote to holds NaN.

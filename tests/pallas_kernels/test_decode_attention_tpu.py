@@ -56,6 +56,9 @@ class TestOnASimulatedTPU(OnTPU):
     pass
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ >= (0, 11), reason="plain interpretation of this JAX mistakes the type of an aliased cache"
+)
 @pytest.mark.usefixtures("plain_interpreter")
 class TestInterpretedPlainly(OnTPU):
     ragged = False  # this interpreter has no tiles: it shifts what reaches past the end
