@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from bandwidth import copy_bandwidth
 from jaxtyping import Array, Int
 
 from kvpop_jax import cli, policies
@@ -278,20 +278,6 @@ def _filled(shape: LayerCache, plan: CachePlan, position: int | Int[Array, ""]) 
         jnp.broadcast_to(ring_W, shape.ring_BKW.shape).astype(jnp.int32),
         jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), shape.state),
     )
-
-
-def copy_bandwidth() -> float:
-    """Bytes per second that additions to a large array move, reading and writing it several times in one program."""
-    passes, size = 8, 1 << (32 if jax.default_backend() != "cpu" else 27)
-    # In place, so that no fresh pages are touched.
-    bump = jax.jit(lambda x: lax.fori_loop(0, passes, lambda _, y: y + 1, x), donate_argnums=0)
-    array = bump(jnp.zeros(size // 4, jnp.float32))
-    seconds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        array = jax.block_until_ready(bump(array))
-        seconds.append(time.perf_counter() - start)
-    return 2 * size * passes / float(np.median(seconds))
 
 
 def table(rows: list[Row]) -> str:

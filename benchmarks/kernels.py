@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from bandwidth import copy_bandwidth
 
 from kvpop_jax import cli
 from pallas_kernels.decode_attention import decode_attention, gpu
@@ -102,7 +103,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--output", type=Path, help="JSON file to write as well")
     options = parser.parse_args(argv)
     real = jax.default_backend() != "cpu"
-    bandwidth = copy_bandwidth(real)
+    bandwidth = copy_bandwidth()
     print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}; copy {bandwidth / 1e12:.3f} TB/s", flush=True)
     print("| op | shape | form | us | TB/s | share of copy | error |\n|---|---|---|---|---|---|---|")
     rows = []
@@ -170,19 +171,6 @@ def program(case: Case, form: str, rounds: int) -> Callable[[Any], Any]:
         return state
 
     return jax.jit(all_runs, donate_argnums=0)
-
-
-def copy_bandwidth(real: bool) -> float:
-    """Bytes per second that an addition to a large array moves, reading and writing, 16 times in one program."""
-    size, times = (1 << 32 if real else 1 << 26), 16
-    bump = jax.jit(lambda x: jax.lax.fori_loop(0, times, lambda _, y: y + 1, x), donate_argnums=0)
-    array = jnp.zeros(size // 4, jnp.float32)
-    seconds = []
-    for _ in range(6):
-        start = time.perf_counter()
-        array = jax.block_until_ready(bump(array))
-        seconds.append(time.perf_counter() - start)
-    return 2 * size * times / float(np.median(seconds[1:]))
 
 
 if __name__ == "__main__":

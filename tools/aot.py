@@ -35,6 +35,7 @@ from kvpop_jax.cache import entry_bytes
 from kvpop_jax.config import TrainConfig
 from kvpop_jax.errors import UserError
 from kvpop_jax.inference import decode
+from kvpop_jax.inference.generator import SLOT_MULTIPLE
 from kvpop_jax.inference.sampling import SamplingParams
 from kvpop_jax.models import ModelConfig, init_params
 from kvpop_jax.policies import PolicySettings, uniform_budgets
@@ -69,7 +70,9 @@ CHIPS = {
 
 def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
-    chip = CHIPS[options.topology.split(":")[0]]
+    chip = CHIPS.get(options.topology.split(":")[0])
+    if chip is None:
+        raise UserError(f"--topology {options.topology}: the chip must be one of {', '.join(CHIPS)}, as in v5p:4x4x4")
     config = cli.parse(TrainConfig, ["--config", options.config, "--data.paths", "[unread.jsonl]"])
     model = read_sizes(str(config.model.source))
     devices = topologies.get_topology_desc(platform="tpu", topology_name=options.topology).devices
@@ -144,8 +147,9 @@ def train_program(config: TrainConfig, model: ModelConfig, mesh: Any, options: a
     integers, flags = (jax.ShapeDtypeStruct((rows, length), kind) for kind in (jnp.int32, jnp.bool))
     batch = Batch(integers, integers, integers, flags, flags)
     shapes = tuple(sharding.placed(tree, mesh) for tree in (jax.eval_shape(state), jax.eval_shape(frozen), batch))
+    student = replace(make_student(config, policy, scorer), capacity=plan.capacity)
     step = make_step(
-        distill.distill(model, make_student(config, policy, scorer), dtype, remat=config.remat),
+        distill.distill(model, student, dtype, remat=config.remat),
         optimizers,
         pools=(plan.pool,),
         seed=config.seed,
@@ -189,7 +193,8 @@ def _generation(config, model, mesh, options):
     policy = policies.make(name, PolicySettings(config.policy.sinks, config.policy.window, scorer))
     budget = length if name == "dense" else options.budget or config.policy.budgets[0]
     size = entry_bytes(model.head_dim, dtype)
-    plans = tuple(policy.plan(budget, model, size) for budget in uniform_budgets(budget, model.num_layers))
+    budgets = uniform_budgets(budget, model.num_layers)
+    plans = tuple(policy.plan(budget, model, size).aligned(SLOT_MULTIPLE["tpu"]) for budget in budgets)
     setup = decode.Setup(model, (policy,) * model.num_layers, plans, False)
 
     def weights():

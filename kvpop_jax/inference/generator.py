@@ -27,8 +27,7 @@ STEPS_PER_DISPATCH = 32
 SHORTEST_BUCKET = 64
 
 SLOT_MULTIPLE = {"gpu": 64, "tpu": 128}
-"""What buffers are rounded up to, by platform. Kernels read blocks of this many slots, and the matrix products of XLA
-copy a cache whose slots are not a multiple of it."""
+"""What buffers are rounded up to, by platform: kernels read blocks of this many slots."""
 
 
 @dataclass(frozen=True, eq=False)
