@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from kvpop_jax.eviction.expiry import best_first, expiry_from_priority, inverse_permutation
+from kvpop_jax.eviction.expiry import expiry_from_priority, ranks
 from kvpop_jax.eviction.layout import TokenLayout, eligible_range, segment_stop
 from pallas_kernels.masked_attention import NEVER
 from pallas_kernels.scans import running_min
@@ -123,18 +123,26 @@ def incumbents(
     competes_BS = (index_S >= start_BS) & (index_S + window < stop_BS)
     joins_BKS = competes_BS[:, None] & (expiry_BKS > index_S + window)
     gone_BKS = jnp.where(joins_BKS & (expiry_BKS < S), expiry_BKS, S)
-    by_head = partial(jax.vmap, in_axes=(0, None))
-    leaver_BKS = jax.vmap(by_head(lambda gone_S, i_S: jnp.full(S, S).at[gone_S].set(i_S, mode="drop").astype(jnp.int32)), in_axes=(0, None))(
-        gone_BKS, index_S
+    leaver_BKS = _per_head(lambda gone_S, i_S: jnp.full_like(i_S, S).at[gone_S].set(i_S, mode="drop"))(
+        gone_BKS, jnp.broadcast_to(index_S, layout.position_BS.shape)
     )
     next_BKS = running_min(jnp.where(leaver_BKS < S, index_S, S), reverse=True)
-    token_BKS = best_first(priority_BKS)
-    rank_BKS = jnp.where(joins_BKS & (expiry_BKS == NEVER), inverse_permutation(token_BKS), -1)
-    first_BS = index_S - layout.position_BS
-    lowest_BKS = jax.vmap(by_head(lambda rank_S, first_S: jnp.full(S, -1).at[first_S].max(rank_S)))(rank_BKS, first_BS)
-    stays_BKS = jnp.take_along_axis(token_BKS, jnp.maximum(jnp.take_along_axis(lowest_BKS, first_BS[:, None], axis=-1), 0), axis=-1)
     leaves_BKS = jnp.take_along_axis(leaver_BKS, jnp.minimum(next_BKS, S - 1), axis=-1)
-    return joins_BKS, jnp.where(next_BKS < stop_BS[:, None], leaves_BKS, stays_BKS)
+
+    rank_BKS, token_BKS = ranks(priority_BKS)
+    stays_BKS = joins_BKS & (expiry_BKS == NEVER)
+    # Documents are told apart by their first token.
+    first_BS = index_S - layout.position_BS
+    lowest_BKS = _per_head(lambda rank_S, first_S: jnp.zeros_like(rank_S).at[first_S].max(rank_S)[first_S])(
+        jnp.where(stays_BKS, rank_BKS, 0), first_BS
+    )
+    last_BKS = jnp.take_along_axis(token_BKS, lowest_BKS, axis=-1)
+    return joins_BKS, jnp.where(next_BKS < stop_BS[:, None], leaves_BKS, last_BKS)
+
+
+def _per_head(function):
+    """Of arrays [B, K, S] and [B, S]."""
+    return jax.vmap(jax.vmap(function, in_axes=(0, None)))
 
 
 def _aged(score_BKS, decay_K, layout):

@@ -13,6 +13,8 @@ from jaxtyping import Array, Float, Int
 from kvpop_jax.eviction.layout import TokenLayout, eligible_range, segment_stop
 from pallas_kernels.masked_attention import NEVER
 
+_COUNTED = 1024  # longest row ranked by comparing all pairs: GPU compilers take a third of a second over every sort
+_SIGN = jnp.uint32(1 << 31)
 _WORD = 32  # bits
 _MOST_BLOCKS = 512  # of a row; its table is at most _MOST_BLOCKS / _WORD times as long as the row
 
@@ -30,8 +32,7 @@ def expiry_from_priority(priority_BKS: Float[Array, "B K S"], layout: TokenLayou
     Returns:
         Expiry, `NEVER` where the token outlives its document.
     """
-    token_BKS = best_first(priority_BKS)
-    rank_BKS = inverse_permutation(token_BKS)
+    rank_BKS, token_BKS = ranks(priority_BKS)
     start_BS, _ = eligible_range(layout, window)
     start_BKS, pool_BKS, stop_BKS = (
         _of_tokens(x_BS, token_BKS) for x_BS in (start_BS, layout.pool_BS, segment_stop(layout.segment_BS))
@@ -44,14 +45,25 @@ def expiry_from_priority(priority_BKS: Float[Array, "B K S"], layout: TokenLayou
     return jnp.where(layout.pinned_BS[:, None], NEVER, expiry_BKS).astype(jnp.int32)
 
 
-def best_first(priority_BKS: Float[Array, "B K S"]) -> Int[Array, "B K S"]:
-    """The tokens of each row, the highest priority first; of equal priorities the older one."""
-    bits_BKS = lax.bitcast_convert_type(jnp.where(priority_BKS == 0, 0, -priority_BKS).astype(jnp.float32), jnp.uint32)
-    # The order of floats as that of unsigned integers: GPU compilers take long over a sort, and longest over floats.
-    sign = jnp.uint32(1 << 31)
-    key_BKS = jnp.where(bits_BKS < sign, bits_BKS | sign, ~bits_BKS)
-    index_BKS = jnp.broadcast_to(jnp.arange(priority_BKS.shape[-1], dtype=jnp.int32), priority_BKS.shape)
-    return lax.sort((key_BKS, index_BKS), num_keys=1, is_stable=True)[1]
+def ranks(priority_BKS: Float[Array, "B K S"]) -> tuple[Int[Array, "B K S"], Int[Array, "B K S"]]:
+    """Rank of every token in its row, 0 for the highest priority, and the token of every rank.
+
+    Of equal priorities the older token ranks first. Compared in float32.
+    """
+    S = priority_BKS.shape[-1]
+    lowest_first_BKS = -priority_BKS.astype(jnp.float32)
+    index_S = jnp.arange(S, dtype=jnp.int32)
+    if S <= _COUNTED:
+        one_BKSS, other_BKSS = lowest_first_BKS[..., :, None], lowest_first_BKS[..., None, :]
+        better_BKSS = (one_BKSS < other_BKSS) | ((one_BKSS == other_BKSS) & (index_S[:, None] < index_S))
+        rank_BKS = jnp.sum(better_BKSS, axis=-2, dtype=jnp.int32)
+        return rank_BKS, inverse_permutation(rank_BKS)
+    # As unsigned integers of the same order: GPU compilers take twice as long over a sort of floats.
+    bits_BKS = lax.bitcast_convert_type(jnp.where(lowest_first_BKS == 0, 0, lowest_first_BKS), jnp.uint32)
+    key_BKS = jnp.where(bits_BKS < _SIGN, bits_BKS | _SIGN, ~bits_BKS)
+    index_BKS = jnp.broadcast_to(index_S, key_BKS.shape)
+    _, token_BKS = lax.sort((key_BKS, index_BKS), num_keys=1, is_stable=True)
+    return inverse_permutation(token_BKS), token_BKS
 
 
 def inverse_permutation(order_BKS: Int[Array, "B K S"]) -> Int[Array, "B K S"]:
@@ -114,16 +126,19 @@ def kth_of_those_before(
     k_BKnL += before(least_word_BKnL) + lax.population_count(smaller_BKnL).astype(jnp.int32)
     bits = (W - 1).bit_length()
 
-    def descend(i, word_BKnL):
+    def descend(i, carry):
+        word_BKnL, before_BKnL = carry
         further_BKnL = word_BKnL + (1 << (bits - 1 - i))
         there_BKnL = jnp.minimum(further_BKnL, W - 1)
-        return jnp.where((further_BKnL < W) & (before(there_BKnL) < k_BKnL), there_BKnL, word_BKnL)
+        count_BKnL = before(there_BKnL)
+        goes_BKnL = (further_BKnL < W) & (count_BKnL < k_BKnL)
+        return jnp.where(goes_BKnL, there_BKnL, word_BKnL), jnp.where(goes_BKnL, count_BKnL, before_BKnL)
 
     # A loop, not unrolled: every layer has one, and compilation counts.
-    word_BKnL = lax.fori_loop(0, bits, descend, jnp.zeros(x_BKnL.shape, jnp.int32))
-    set_BKnL, k_BKnL = inside(word_BKnL), k_BKnL - before(word_BKnL)
-    found_BKnL = k_BKnL <= lax.population_count(set_BKnL).astype(jnp.int32)
-    kth_BKnL = jnp.where(found_BKnL, _WORD * word_BKnL + _kth_set_bit(set_BKnL, k_BKnL), S)
+    nothing_BKnL = jnp.zeros(x_BKnL.shape, jnp.int32)
+    word_BKnL, before_BKnL = lax.fori_loop(0, bits, descend, (nothing_BKnL, nothing_BKnL))
+    bit_BKnL = _kth_set_bit(inside(word_BKnL), k_BKnL - before_BKnL)
+    kth_BKnL = jnp.where(bit_BKnL < _WORD, _WORD * word_BKnL + bit_BKnL, S)
     return kth_BKnL.reshape(*kth_BKnL.shape[:2], -1)[..., :S]
 
 
@@ -139,15 +154,10 @@ def _word(is_set, bit, axis):
 
 
 def _kth_set_bit(word, k):
-    """Index of the k-th set bit, counted from 1 and from the lowest."""
-    index = jnp.zeros_like(k)
-    for width in (16, 8, 4, 2, 1):
-        low = lax.population_count(word & jnp.uint32((1 << width) - 1)).astype(k.dtype)
-        beyond = low < k
-        word, k, index = (
-            jnp.where(beyond, *pair) for pair in ((word >> width, word), (k - low, k), (index + width, index))
-        )
-    return index
+    """Index of the k-th set bit, counted from 1 and from the lowest; 32 where fewer are set."""
+    up_to_b = jnp.uint32(2**32 - 1) >> jnp.arange(_WORD - 1, -1, -1, dtype=jnp.uint32)
+    count_b = lax.population_count(word[..., None] & up_to_b).astype(k.dtype)
+    return jnp.sum(count_b < k[..., None], axis=-1, dtype=k.dtype)
 
 
 def eviction_mask(expiry_BKS: Int[Array, "B K S"], segment_BS: Int[Array, "B S"]) -> jax.Array:

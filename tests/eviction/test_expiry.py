@@ -1,4 +1,5 @@
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from eviction_oracles import (
     top_k_mask,
 )
 from hypothesis import given, settings
-from oracles import largest_intermediate, segment_rows, visibility
+from oracles import segment_rows, visibility
 
 from kvpop_jax.eviction import TokenLayout, expiry, expiry_from_priority
 from pallas_kernels.masked_attention import NEVER
@@ -73,9 +74,13 @@ def test_the_kth_before_is_that_of_the_sorted_entries(length, monkeypatch):
 
 
 @pytest.mark.core
-def test_of_equal_priorities_the_older_ranks_first_and_minus_zero_is_zero():
+@pytest.mark.parametrize("counted", [0, LENGTH], ids=["sorted", "counted"])
+def test_of_equal_priorities_the_older_ranks_first_and_minus_zero_is_zero(counted, monkeypatch):
+    monkeypatch.setattr(expiry, "_COUNTED", counted)
     priority_BKS = np.array([[[0.0, -0.0, 1.0, 0.0, -1.0, 1.0, -np.inf, np.inf, -2e-30, 2.5]]], np.float32)
-    assert np.asarray(expiry.best_first(priority_BKS)).tolist() == [[[7, 9, 2, 5, 0, 1, 3, 8, 4, 6]]]
+    rank_BKS, token_BKS = (np.asarray(x) for x in expiry.ranks(priority_BKS))
+    assert token_BKS.tolist() == [[[7, 9, 2, 5, 0, 1, 3, 8, 4, 6]]]
+    assert rank_BKS.tolist() == np.argsort(token_BKS, axis=-1).tolist()
 
 
 @pytest.mark.core
@@ -126,8 +131,9 @@ def test_the_dense_picture_of_an_expiry_is_what_attention_sees():
 
 @pytest.mark.core
 def test_no_map_of_queries_by_keys_is_made():
-    S = 2048
+    S = 8192
     by_token = jax.ShapeDtypeStruct((1, S), jnp.int32)
     layout = TokenLayout(by_token, by_token, jax.ShapeDtypeStruct((1, S), jnp.bool_), by_token)
     priority_BKS = jax.ShapeDtypeStruct((1, 1, S), jnp.float32)
-    assert largest_intermediate(lambda *x: expiry_from_priority(*x, 256), priority_BKS, layout) <= 4 * S
+    compiled = jax.jit(partial(expiry_from_priority, window=256)).lower(priority_BKS, layout).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes <= S * S // 8
