@@ -225,7 +225,7 @@ def _prefilled(
     seed_G: Int[np.ndarray, "G"],
     forks: list[tuple[int, int]],
 ) -> _Group:
-    prefill = generator.compiled("prefill", setup, lambda: jax.jit(partial(decode.prefill, setup)))
+    prefill = generator.prefill_program(setup)
     length_G = np.array([len(prompt) for prompt in prompts], np.int32)
     params, scorers = generator.model.params, generator.layer_scorers
     logits_GV, caches = prefill(params, scorers, padded(prompts, size), length_G, seed_G)

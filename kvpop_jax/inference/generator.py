@@ -54,6 +54,7 @@ class Generator:
     scorers: Sequence[Any] | None = None
     pin_prompt: bool = False
     _compiled: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+    _prefill_parts: decode.Programs = field(default_factory=decode.compile_prefill, init=False, repr=False)
 
     def __post_init__(self) -> None:
         layers = self.model.config.num_layers
@@ -161,8 +162,8 @@ class Generator:
             return []
         setup, token_BS, length_B = self._prepare(prompts, sampling.max_new_tokens)
         seed_B = row_seeds(seeds, len(prompts))
-        start, steps = self._start_program(setup, sampling), self.steps_program(setup, sampling, STEPS_PER_DISPATCH)
-        state = start(self.model.params, self.layer_scorers, token_BS, length_B, seed_B)
+        state = self._start(setup, sampling, token_BS, length_B, seed_B)
+        steps = self.steps_program(setup, sampling, STEPS_PER_DISPATCH)
         tokens: list[Array] = []
         log_probs: list[Array] = []
         while len(tokens) * STEPS_PER_DISPATCH < sampling.max_new_tokens:
@@ -189,8 +190,8 @@ class Generator:
             UserError: as `generate`.
         """
         setup, token_BS, length_B = self._prepare([prompt], sampling.max_new_tokens)
-        start, steps = self._start_program(setup, sampling), self.steps_program(setup, sampling, 1)
-        state = start(self.model.params, self.layer_scorers, token_BS, length_B, row_seeds([seed], 1))
+        state = self._start(setup, sampling, token_BS, length_B, row_seeds([seed], 1))
+        steps = self.steps_program(setup, sampling, 1)
         for _ in range(sampling.max_new_tokens):
             if bool(state.done_B[0]):
                 return
@@ -215,7 +216,7 @@ class Generator:
         if not 0 < prompt_length < T:
             raise UserError(f"prompt_length is {prompt_length}; a text of {T} tokens needs one from 1 to {T - 1}")
         setup, token_BS, length_B = self._prepare(list(text_BT[:, :prompt_length]), T - prompt_length)
-        prefill = self.compiled("prefill", setup, lambda: jax.jit(partial(decode.prefill, setup)))
+        prefill = self.prefill_program(setup)
         step = self.compiled("step", setup, lambda: jax.jit(partial(decode.decode_step, setup), donate_argnums=(2,)))
         seed_B = row_seeds(seeds, B)
         logits_BV, caches = prefill(self.model.params, self.layer_scorers, token_BS, length_B, seed_B)
@@ -264,6 +265,10 @@ class Generator:
         """The parameters of every layer's policy."""
         return self.scorers if self.scorers is not None else [None] * self.model.config.num_layers
 
+    def prefill_program(self, setup: Setup) -> Callable[..., Any]:
+        """`decode.prefill` for that setup: (parameters, scorers, tokens, lengths, seeds) -> logits, caches."""
+        return self.compiled("prefill", setup, lambda: partial(decode.prefill, setup, programs=self._prefill_parts))
+
     def steps_program(self, setup: Setup, sampling: SamplingParams, steps: int) -> Callable[..., Any]:
         """`decode_steps` compiled for that setup: (parameters, scorers, state) -> state, tokens, log-probabilities."""
         build = partial(decode.decode_steps, setup, sampling=sampling, steps=steps)
@@ -281,10 +286,12 @@ class Generator:
         setup = self.setup(lengths, new_tokens)
         return setup, padded(prompts, bucket(max(lengths))), np.asarray(lengths, np.int32)
 
-    def _start_program(self, setup, sampling):
-        return self.compiled(
-            "start", (setup, sampling), lambda: jax.jit(partial(decode.start, setup, sampling=sampling))
-        )
+    def _start(self, setup, sampling, token_BS, length_B, seed_B):
+        build = partial(decode.first_state, setup, sampling=sampling)
+        first_state = self.compiled("first_state", (setup, sampling), lambda: jax.jit(build, donate_argnums=(1,)))
+        prefill = self.prefill_program(setup)
+        logits_BV, caches = prefill(self.model.params, self.layer_scorers, token_BS, length_B, seed_B)
+        return first_state(logits_BV, caches, length_B, seed_B)
 
 
 _usage = jax.jit(decode.cache_usage)
