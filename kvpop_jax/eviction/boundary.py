@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from kvpop_jax.eviction.expiry import inverse_permutation, kth_rank, ranks
 from kvpop_jax.eviction.layout import TokenLayout, eligible_range
+from pallas_kernels.residuals import saved
 
 
 @dataclass(frozen=True)
@@ -77,14 +78,14 @@ def boundary_loss(
     earlier_stop_BS = jnp.maximum(stop_BS - 1, start_BS)
     valid_BS = (earlier_stop_BS - start_BS >= layout.pool_BS) & (layout.pool_BS > 0) & (layout.segment_BS > 0)
     incumbent_rank_BKS = jnp.minimum(kth_rank(rank_BKS, start_BS, earlier_stop_BS, layout.pool_BS), S - 1)
-    incumbent_BKS = jnp.take_along_axis(inverse_permutation(rank_BKS), incumbent_rank_BKS, axis=-1)
+    incumbent_BKS = saved(jnp.take_along_axis(inverse_permutation(rank_BKS), incumbent_rank_BKS, axis=-1))
 
     def gap(x_BKS):
         new_BKS = jnp.take(x_BKS, jnp.maximum(new_S, 0), axis=-1)
         return new_BKS - jnp.take_along_axis(x_BKS, incumbent_BKS, axis=-1)
 
     target_gap_BKS, margin_BKS = gap(target_BKS), gap(priority_BKS)
-    keep_BKS = jnp.take(rank_BKS, jnp.maximum(new_S, 0), axis=-1) < incumbent_rank_BKS
+    keep_BKS = saved(jnp.take(rank_BKS, jnp.maximum(new_S, 0), axis=-1) < incumbent_rank_BKS)
     sign_BKS = jnp.where(keep_BKS, 1.0, -1.0)
     valid_BKS = jnp.broadcast_to(valid_BS[:, None], keep_BKS.shape).astype(margin_BKS.dtype)
     weight_BKS = valid_BKS
@@ -92,7 +93,7 @@ def boundary_loss(
         weight_BKS *= _balance(keep_BKS, valid_BKS, settings.balance_limit)
     if settings.margin_weight:
         weight_BKS *= -jnp.expm1(-jnp.abs(target_gap_BKS))
-    count = jnp.maximum(valid_BKS.sum(), 1)
+    weight_BKS, count = saved(weight_BKS), jnp.maximum(valid_BKS.sum(), 1)
     loss = jnp.sum(weight_BKS * jax.nn.softplus(-sign_BKS * margin_BKS / settings.temperature)) / count
     metrics = BoundaryMetrics(
         keep_rate=jnp.sum(valid_BKS * keep_BKS) / count,
