@@ -1,7 +1,8 @@
 """What a layer keeps for its backward pass when all else is computed again.
 
-Whoever rematerialises saves the values that bear `SAVED`, as in `jax.checkpoint(f, policy=SAVE_RESIDUALS)`: outputs and
-log-sum-exps of attention, and what eviction decided. They are small beside what they cost: a pass over the keys, a sort.
+Whoever rematerialises saves the values that bear `SAVED`, as in `jax.checkpoint(f, policy=SAVE_RESIDUALS)`: outputs
+and log-sum-exps of attention, and what eviction decided. They are small beside what they cost, a pass over the keys and
+a sort.
 """
 
 from jax import Array
