@@ -1,7 +1,7 @@
 """Eviction as data: one integer per token and KV head, the query position that no longer sees it.
 
 - `layout`: what an eviction rule must know of a packed row (`TokenLayout`).
-- `expiry`: priorities to ranks, ranks to the running cutoff, the cutoff to expiry.
+- `expiry`: priorities to expiry: when k better tokens have left the window.
 - `compaction`: the same attention from survivors only, in linear time.
 - `target`: how much attention each token will receive (what a scorer learns).
 - `boundary`: the ranking loss at the edge of the pool.
@@ -10,7 +10,7 @@
 
 from kvpop_jax.eviction.boundary import BoundaryMetrics, BoundarySettings, boundary_loss
 from kvpop_jax.eviction.compaction import compacted_attention
-from kvpop_jax.eviction.expiry import expiry_from_priority, ranks, running_cutoff
+from kvpop_jax.eviction.expiry import expiry_from_priority
 from kvpop_jax.eviction.layout import TokenLayout, eligible_range, token_layout
 from kvpop_jax.eviction.metrics import kept_mass, target_recall
 from kvpop_jax.eviction.target import future_attention_target
@@ -25,8 +25,6 @@ __all__ = [
     "expiry_from_priority",
     "future_attention_target",
     "kept_mass",
-    "ranks",
-    "running_cutoff",
     "target_recall",
     "token_layout",
 ]

@@ -6,11 +6,13 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
-from kvpop_jax.eviction.expiry import inverse_permutation, kth_rank, ranks
-from kvpop_jax.eviction.layout import TokenLayout, eligible_range
+from kvpop_jax.eviction.expiry import expiry_from_priority, ranks
+from kvpop_jax.eviction.layout import TokenLayout, eligible_range, segment_stop
+from pallas_kernels.masked_attention import NEVER
 from pallas_kernels.residuals import saved
+from pallas_kernels.scans import running_min
 
 
 @dataclass(frozen=True)
@@ -72,20 +74,19 @@ def boundary_loss(
     S = score_BKS.shape[-1]
     target_BKS = lax.stop_gradient(_aged(target_BKS, lax.stop_gradient(decay_K), layout))
     priority_BKS = _aged(score_BKS, decay_K, layout)
-    new_S, rank_BKS = jnp.arange(S) - window, ranks(target_BKS)
+    new_S = jnp.arange(S) - window
     start_BS, stop_BS = eligible_range(layout, window)
     # The pool of query q - 1 is chosen from the same range without its newest token, and must be full.
     earlier_stop_BS = jnp.maximum(stop_BS - 1, start_BS)
     valid_BS = (earlier_stop_BS - start_BS >= layout.pool_BS) & (layout.pool_BS > 0) & (layout.segment_BS > 0)
-    incumbent_rank_BKS = jnp.minimum(kth_rank(rank_BKS, start_BS, earlier_stop_BS, layout.pool_BS), S - 1)
-    incumbent_BKS = saved(jnp.take_along_axis(inverse_permutation(rank_BKS), incumbent_rank_BKS, axis=-1))
+    joins_BKS, incumbent_BKS = map(saved, incumbents(target_BKS, layout, window))
 
     def gap(x_BKS):
         new_BKS = jnp.take(x_BKS, jnp.maximum(new_S, 0), axis=-1)
         return new_BKS - jnp.take_along_axis(x_BKS, incumbent_BKS, axis=-1)
 
     target_gap_BKS, margin_BKS = gap(target_BKS), gap(priority_BKS)
-    keep_BKS = saved(jnp.take(rank_BKS, jnp.maximum(new_S, 0), axis=-1) < incumbent_rank_BKS)
+    keep_BKS = jnp.take(joins_BKS, jnp.maximum(new_S, 0), axis=-1)
     sign_BKS = jnp.where(keep_BKS, 1.0, -1.0)
     valid_BKS = jnp.broadcast_to(valid_BS[:, None], keep_BKS.shape).astype(margin_BKS.dtype)
     weight_BKS = valid_BKS
@@ -101,6 +102,48 @@ def boundary_loss(
         comparisons=valid_BKS.sum(),
     )
     return loss, lax.stop_gradient(metrics)
+
+
+def incumbents(
+    priority_BKS: Float[Array, "B K S"], layout: TokenLayout, window: int
+) -> tuple[Bool[Array, "B K S"], Int[Array, "B K S"]]:
+    """Which tokens join the pool when they leave the window, and the weakest member of the pool before every query.
+
+    The weakest is the next to leave. So it is read off the departures, of which a query has one at most, and from the
+    last one on it is the weakest of those that stay.
+
+    Returns:
+        Joins; and the row index of the weakest token of the pool of query q - 1, which means something where that pool
+        is full.
+    """
+    S = priority_BKS.shape[-1]
+    index_S = jnp.arange(S, dtype=jnp.int32)
+    start_BS, _ = eligible_range(layout, window)
+    stop_BS = segment_stop(layout.segment_BS)
+    expiry_BKS = expiry_from_priority(priority_BKS, layout, window)
+    competes_BS = (index_S >= start_BS) & (index_S + window < stop_BS)
+    joins_BKS = competes_BS[:, None] & (expiry_BKS > index_S + window)
+    gone_BKS = jnp.where(joins_BKS & (expiry_BKS < S), expiry_BKS, S)
+    leaver_BKS = _per_head(lambda gone_S, i_S: jnp.full_like(i_S, S).at[gone_S].set(i_S, mode="drop"))(
+        gone_BKS, jnp.broadcast_to(index_S, layout.position_BS.shape)
+    )
+    next_BKS = running_min(jnp.where(leaver_BKS < S, index_S, S), reverse=True)
+    leaves_BKS = jnp.take_along_axis(leaver_BKS, jnp.minimum(next_BKS, S - 1), axis=-1)
+
+    rank_BKS, token_BKS = ranks(priority_BKS)
+    stays_BKS = joins_BKS & (expiry_BKS == NEVER)
+    # Documents are told apart by their first token.
+    first_BS = index_S - layout.position_BS
+    lowest_BKS = _per_head(lambda rank_S, first_S: jnp.zeros_like(rank_S).at[first_S].max(rank_S)[first_S])(
+        jnp.where(stays_BKS, rank_BKS, 0), first_BS
+    )
+    last_BKS = jnp.take_along_axis(token_BKS, lowest_BKS, axis=-1)
+    return joins_BKS, jnp.where(next_BKS < stop_BS[:, None], leaves_BKS, last_BKS)
+
+
+def _per_head(function):
+    """Of arrays [B, K, S] and [B, S]."""
+    return jax.vmap(jax.vmap(function, in_axes=(0, None)))
 
 
 def _aged(score_BKS, decay_K, layout):

@@ -1,7 +1,8 @@
 """Static priorities to expiry, without a loop over positions (KVpop section 1.8).
 
 Because a priority never changes and the competing set only grows, a token that k others outrank stays outranked: an
-evicted token never returns, and "the first query at which k eligible tokens outrank t" says all there is to say.
+evicted token never returns, and "the first query at which k eligible tokens outrank t" says all there is to say. That
+query comes `window` after the k-th of those that outrank t, counted in the order of the row, or after t itself.
 """
 
 import jax
@@ -11,6 +12,11 @@ from jaxtyping import Array, Float, Int
 
 from kvpop_jax.eviction.layout import TokenLayout, eligible_range, segment_stop
 from pallas_kernels.masked_attention import NEVER
+
+_COUNTED = 1024  # longest row ranked by comparing all pairs: GPU compilers take a third of a second over every sort
+_SIGN = jnp.uint32(1 << 31)
+_WORD = 32  # bits
+_MOST_BLOCKS = 512  # of a row; its table is at most _MOST_BLOCKS / _WORD times as long as the row
 
 
 def expiry_from_priority(priority_BKS: Float[Array, "B K S"], layout: TokenLayout, window: int) -> Int[Array, "B K S"]:
@@ -26,112 +32,132 @@ def expiry_from_priority(priority_BKS: Float[Array, "B K S"], layout: TokenLayou
     Returns:
         Expiry, `NEVER` where the token outlives its document.
     """
-    rank_BKS = ranks(priority_BKS)
-    start_BS, stop_BS = eligible_range(layout, window)
-    cutoff_BKS = running_cutoff(rank_BKS, start_BS, stop_BS, layout.pool_BS)
-    expiry_BKS = _first_query_past(cutoff_BKS, rank_BKS, layout, window)
-    return jnp.where(layout.pinned_BS[:, None], NEVER, expiry_BKS)
+    rank_BKS, token_BKS = ranks(priority_BKS)
+    start_BS, _ = eligible_range(layout, window)
+    start_BKS, pool_BKS, stop_BKS = (
+        _of_tokens(x_BS, token_BKS) for x_BS in (start_BS, layout.pool_BS, segment_stop(layout.segment_BS))
+    )
+    kth_BKS = kth_of_those_before(token_BKS, rank_BKS, start_BKS, pool_BKS)
+    # Without a pool nobody need outrank it. Where fewer than k do, the k-th lies past the document.
+    leaves_BKS = window + jnp.where(pool_BKS > 0, jnp.maximum(kth_BKS, token_BKS), token_BKS)
+    expiry_BKS = jnp.where(leaves_BKS < stop_BKS, leaves_BKS, NEVER)
+    expiry_BKS = jnp.take_along_axis(expiry_BKS, rank_BKS, axis=-1)
+    return jnp.where(layout.pinned_BS[:, None], NEVER, expiry_BKS).astype(jnp.int32)
 
 
-def ranks(priority_BKS: Float[Array, "B K S"]) -> Int[Array, "B K S"]:
-    """Rank of every token in its row, 0 for the highest priority; of equal priorities the older token ranks first."""
-    best_first_BKS = jnp.argsort(-priority_BKS.astype(jnp.float32), axis=-1, stable=True)
-    return inverse_permutation(best_first_BKS)
+def ranks(priority_BKS: Float[Array, "B K S"]) -> tuple[Int[Array, "B K S"], Int[Array, "B K S"]]:
+    """Rank of every token in its row, 0 for the highest priority, and the token of every rank.
+
+    Of equal priorities the older token ranks first. Compared in float32.
+    """
+    S = priority_BKS.shape[-1]
+    lowest_first_BKS = -priority_BKS.astype(jnp.float32)
+    index_S = jnp.arange(S, dtype=jnp.int32)
+    if S <= _COUNTED:
+        one_BKSS, other_BKSS = lowest_first_BKS[..., :, None], lowest_first_BKS[..., None, :]
+        better_BKSS = (one_BKSS < other_BKSS) | ((one_BKSS == other_BKSS) & (index_S[:, None] < index_S))
+        rank_BKS = jnp.sum(better_BKSS, axis=-2, dtype=jnp.int32)
+        return rank_BKS, inverse_permutation(rank_BKS)
+    # As unsigned integers of the same order: GPU compilers take twice as long over a sort of floats.
+    bits_BKS = lax.bitcast_convert_type(jnp.where(lowest_first_BKS == 0, 0, lowest_first_BKS), jnp.uint32)
+    key_BKS = jnp.where(bits_BKS < _SIGN, bits_BKS | _SIGN, ~bits_BKS)
+    index_BKS = jnp.broadcast_to(index_S, key_BKS.shape)
+    _, token_BKS = lax.sort((key_BKS, index_BKS), num_keys=1, is_stable=True)
+    return inverse_permutation(token_BKS), token_BKS
 
 
 def inverse_permutation(order_BKS: Int[Array, "B K S"]) -> Int[Array, "B K S"]:
     """Where each index stands in `order`."""
     index_BKS = jnp.broadcast_to(jnp.arange(order_BKS.shape[-1], dtype=jnp.int32), order_BKS.shape)
-    return _permute(index_BKS, order_BKS)
+    scatter = jax.vmap(jax.vmap(lambda order_S, i_S: jnp.zeros_like(i_S).at[order_S].set(i_S, unique_indices=True)))
+    return scatter(order_BKS, index_BKS)
 
 
-def running_cutoff(
-    rank_BKS: Int[Array, "B K S"],
-    start_BS: Int[Array, "B S"],
-    stop_BS: Int[Array, "B S"],
-    pool_BS: Int[Array, "B S"],
+def _of_tokens(x_BS, token_BKS):
+    return jnp.take_along_axis(x_BS[:, None], token_BKS, axis=-1)
+
+
+def kth_of_those_before(
+    x_BKS: Int[Array, "B K S"],
+    inverse_BKS: Int[Array, "B K S"],
+    least_BKS: Int[Array, "B K S"],
+    k_BKS: Int[Array, "B K S"],
 ) -> Int[Array, "B K S"]:
-    """The worst rank the pool holds at every query, of the tokens `[start, stop)` that compete there.
+    """The k-th smallest of the entries before each index that are at least `least`, for all indices at once.
 
-    Returns:
-        The rank of the k-th best; S while the pool is not overfull (everything is kept), -1 where `k` is 0.
-    """
-    S = rank_BKS.shape[-1]
-    cutoff_BKS = jnp.where(pool_BS[:, None] > 0, kth_rank(rank_BKS, start_BS, stop_BS, pool_BS), -1)
-    return jnp.where((stop_BS - start_BS > pool_BS)[:, None], cutoff_BKS, S)
-
-
-def kth_rank(
-    rank_BKS: Int[Array, "B K S"],
-    start_BS: Int[Array, "B S"],
-    stop_BS: Int[Array, "B S"],
-    k_BS: Int[Array, "B S"],
-) -> Int[Array, "B K S"]:
-    """The k-th smallest rank among the tokens `[start, stop)`, for every query at once.
-
-    A wavelet matrix: the ranks are read bit by bit from the highest, the tokens stably parted by that bit, and every
-    query follows the half that holds its k-th smallest: ceil(log2 S) rounds of cumulative sums and gathers, in O(S)
-    memory.
+    The row is cut into blocks. For each block a bit map says which values came before it, 32 to a word, and a table how
+    many of them lie before each word. Every index finds the word of its answer by bisection of the table, the entries
+    of its own block counted beside, and the bit by bisection of the word.
 
     Args:
-        rank_BKS: a permutation of 0..S-1 per row and head.
-        start_BS, stop_BS: the range each query asks about.
-        k_BS: from 1 to the size of the range; outside of that the result means nothing.
+        x_BKS: a permutation of 0..S-1 per row and head.
+        inverse_BKS: where each value is.
+        least_BKS: from 0 to S.
+        k_BKS: at least 1.
+
+    Returns:
+        The values; S or more where there are fewer than k. Memory: bit map and table, together at most 32 S.
     """
-    B, K, S = rank_BKS.shape
-    left, right, k = (jnp.broadcast_to(x[:, None], (B, K, S)) for x in (start_BS, stop_BS, k_BS))
-    bits = max(S - 1, 1).bit_length()
+    S = x_BKS.shape[-1]
+    L = _WORD * -(-S // (_WORD * _MOST_BLOCKS))
+    x_BKnL, least_BKnL, k_BKnL = (_blocks(y_BKS, L, S) for y_BKS in (x_BKS, least_BKS, k_BKS))
+    inverse_BKWb = _blocks(inverse_BKS, _WORD, S)
+    n, W = x_BKnL.shape[2], inverse_BKWb.shape[2]
+    map_BKnW = _word(inverse_BKWb[:, :, None] < L * jnp.arange(n)[:, None, None], jnp.arange(_WORD), axis=-1)
+    in_word_BKnW = lax.population_count(map_BKnW).astype(jnp.int32)
+    table_BKnW = jnp.cumsum(in_word_BKnW, axis=-1) - in_word_BKnW
+    at_L = jnp.arange(L)
+    earlier_LL = at_L[:, None] < at_L
 
-    def follow(i, carry):
-        values, left, right, wanted, found = carry
-        bit = bits - 1 - i
-        high = (values >> bit) & 1
-        # zeros_before[i]: how many of the first i tokens have this bit clear.
-        zeros_before = jnp.pad(jnp.cumsum(1 - high, axis=-1), ((0, 0), (0, 0), (1, 0)))
-        zeros = zeros_before[..., -1:]
-        left_zeros, right_zeros = (jnp.take_along_axis(zeros_before, x, axis=-1) for x in (left, right))
-        low_count = right_zeros - left_zeros
-        goes_low = wanted < low_count
-        lands = jnp.where(high == 0, zeros_before[..., :-1], zeros + jnp.arange(S) - zeros_before[..., :-1])
-        return (
-            _permute(values, lands),
-            jnp.where(goes_low, left_zeros, zeros + left - left_zeros),
-            jnp.where(goes_low, right_zeros, zeros + right - right_zeros),
-            jnp.where(goes_low, wanted, wanted - low_count),
-            jnp.where(goes_low, found, found | (1 << bit)),
-        )
+    def before(word_BKnL):
+        """How many of the entries before each index lie before the word."""
+        own_BKnLL = earlier_LL & (x_BKnL[..., None] < _WORD * word_BKnL[..., None, :])
+        own_BKnL = jnp.sum(own_BKnLL, axis=-2, dtype=jnp.int32)
+        return jnp.take_along_axis(table_BKnW, word_BKnL, axis=-1) + own_BKnL
 
-    # A loop, not unrolled: 14 rounds at S = 16k in every layer would dominate compilation.
-    carry = (rank_BKS.astype(jnp.int32), left, right, k - 1, jnp.zeros((B, K, S), jnp.int32))
-    return lax.fori_loop(0, bits, follow, carry)[-1]
+    def inside(word_BKnL):
+        """Which values of the word are among the entries before each index."""
+        own_BKnLL = earlier_LL & (x_BKnL[..., None] // _WORD == word_BKnL[..., None, :])
+        own_BKnL = _word(own_BKnLL, x_BKnL[..., None] % _WORD, axis=-2)
+        return jnp.take_along_axis(map_BKnW, word_BKnL, axis=-1) | own_BKnL
+
+    least_word_BKnL = jnp.minimum(least_BKnL // _WORD, W - 1)
+    smaller_BKnL = inside(least_word_BKnL) & ~(jnp.uint32(2**32 - 1) << (least_BKnL % _WORD).astype(jnp.uint32))
+    k_BKnL += before(least_word_BKnL) + lax.population_count(smaller_BKnL).astype(jnp.int32)
+    bits = (W - 1).bit_length()
+
+    def descend(i, carry):
+        word_BKnL, before_BKnL = carry
+        further_BKnL = word_BKnL + (1 << (bits - 1 - i))
+        there_BKnL = jnp.minimum(further_BKnL, W - 1)
+        count_BKnL = before(there_BKnL)
+        goes_BKnL = (further_BKnL < W) & (count_BKnL < k_BKnL)
+        return jnp.where(goes_BKnL, there_BKnL, word_BKnL), jnp.where(goes_BKnL, count_BKnL, before_BKnL)
+
+    # A loop, not unrolled: every layer has one, and compilation counts.
+    nothing_BKnL = jnp.zeros(x_BKnL.shape, jnp.int32)
+    word_BKnL, before_BKnL = lax.fori_loop(0, bits, descend, (nothing_BKnL, nothing_BKnL))
+    bit_BKnL = _kth_set_bit(inside(word_BKnL), k_BKnL - before_BKnL)
+    kth_BKnL = jnp.where(bit_BKnL < _WORD, _WORD * word_BKnL + bit_BKnL, S)
+    return kth_BKnL.reshape(*kth_BKnL.shape[:2], -1)[..., :S]
 
 
-def _permute(x_BKS, lands_BKS):
-    """Moves every element to the index where it lands, a permutation."""
-    scatter = jax.vmap(jax.vmap(lambda x_S, lands_S: jnp.zeros_like(x_S).at[lands_S].set(x_S, unique_indices=True)))
-    return scatter(x_BKS, lands_BKS)
+def _blocks(x, length, filler):
+    padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % length)], constant_values=filler)
+    return padded.reshape(*x.shape[:-1], -1, length)
 
 
-def _first_query_past(cutoff_BKS, rank_BKS, layout, window):
-    """First query from `t + window` on, within the document, whose cutoff is better than the token's rank.
+def _word(is_set, bit, axis):
+    """Words of the bits that are set, each by one entry at most."""
+    one = jnp.uint32(1) << bit.astype(jnp.uint32)
+    return jnp.sum(jnp.where(is_set, one, jnp.uint32(0)), axis=axis, dtype=jnp.uint32)
 
-    The cutoff of a document only improves, so a binary search finds it; all tokens search together.
-    """
-    B, K, S = rank_BKS.shape
-    index_S = jnp.arange(S)
-    last_BS = segment_stop(layout.segment_BS)
-    low = jnp.broadcast_to(jnp.minimum(index_S + window, last_BS)[:, None], (B, K, S))
-    high = jnp.broadcast_to(last_BS[:, None], (B, K, S))
 
-    def halve(_, bounds):
-        low, high = bounds
-        middle = (low + high) // 2
-        evicted = jnp.take_along_axis(cutoff_BKS, jnp.minimum(middle, S - 1), axis=-1) < rank_BKS
-        open_ = low < high
-        return jnp.where(open_ & ~evicted, middle + 1, low), jnp.where(open_ & evicted, middle, high)
-
-    found, _ = lax.fori_loop(0, S.bit_length() + 1, halve, (low, high))
-    return jnp.where(found >= last_BS[:, None], NEVER, found).astype(jnp.int32)
+def _kth_set_bit(word, k):
+    """Index of the k-th set bit, counted from 1 and from the lowest; 32 where fewer are set."""
+    up_to_b = jnp.uint32(2**32 - 1) >> jnp.arange(_WORD - 1, -1, -1, dtype=jnp.uint32)
+    count_b = lax.population_count(word[..., None] & up_to_b).astype(k.dtype)
+    return jnp.sum(count_b < k[..., None], axis=-1, dtype=k.dtype)
 
 
 def eviction_mask(expiry_BKS: Int[Array, "B K S"], segment_BS: Int[Array, "B S"]) -> jax.Array:

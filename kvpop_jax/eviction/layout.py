@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from pallas_kernels.scans import running_max, running_min
+
 
 @partial(
     jax.tree_util.register_dataclass,
@@ -48,7 +50,7 @@ def token_layout(
     """
     index_S = jnp.arange(segment_BS.shape[1])
     starts_BS = segment_BS != jnp.pad(segment_BS, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
-    first_BS = jax.lax.cummax(jnp.where(starts_BS, index_S, 0), axis=1)
+    first_BS = running_max(jnp.where(starts_BS, index_S, 0))
     position_BS = index_S - first_BS
     pinned_BS = position_BS < sinks
     pool_BS = jnp.broadcast_to(jnp.asarray(pool, jnp.int32).reshape(-1, 1), segment_BS.shape)
@@ -76,7 +78,7 @@ def segment_stop(segment_BS: Int[Array, "B S"]) -> Int[Array, "B S"]:
     """Row index just past the document of each token."""
     S = segment_BS.shape[1]
     ends_BS = segment_BS != jnp.pad(segment_BS, ((0, 0), (0, 1)), constant_values=-1)[:, 1:]
-    return jax.lax.cummin(jnp.where(ends_BS, jnp.arange(1, S + 1), S), axis=1, reverse=True)
+    return running_min(jnp.where(ends_BS, jnp.arange(1, S + 1), S), reverse=True)
 
 
 def _total_per_segment(mark_BS, first_BS):

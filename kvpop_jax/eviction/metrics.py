@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from kvpop_jax.eviction.expiry import ranks, running_cutoff
+from kvpop_jax.eviction.expiry import expiry_from_priority
 from kvpop_jax.eviction.layout import TokenLayout, eligible_range
 
 
@@ -59,9 +59,8 @@ def target_recall(
     eligible_BQS = (index_S >= start_BS[:, query, None]) & (index_S < stop_BS[:, query, None])
 
     def pool(x_BKS):
-        rank_BKS = ranks(x_BKS)
-        cutoff_BKS = running_cutoff(rank_BKS, start_BS, stop_BS, layout.pool_BS)
-        return (rank_BKS[:, :, None] <= cutoff_BKS[:, :, query, None]) & eligible_BQS[:, None]
+        expiry_BKS = expiry_from_priority(x_BKS, layout, window)
+        return (expiry_BKS[:, :, None] > query[:, None]) & eligible_BQS[:, None]
 
     overfull_BQ = ((stop_BS - start_BS > layout.pool_BS) & (layout.pool_BS > 0) & (layout.segment_BS > 0))[:, query]
     shared_BKQ = jnp.sum(pool(priority_BKS) & pool(target_BKS), axis=-1)

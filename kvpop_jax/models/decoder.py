@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 from kvpop_jax.models.config import ModelConfig
 from kvpop_jax.models.rope import Rotation, apply_rope, rope_rotation
 from pallas_kernels.masked_attention import NEVER, masked_attention
+from pallas_kernels.scans import running_max
 
 
 @jax.tree_util.register_dataclass
@@ -179,7 +180,7 @@ def segment_positions(segment_BT: Int[Array, "B T"]) -> Int[Array, "B T"]:
     """Positions counted from 0 at each change of the segment id along a row, int32."""
     index_T = jnp.arange(segment_BT.shape[1], dtype=jnp.int32)
     starts_BT = jnp.diff(segment_BT, axis=1, prepend=segment_BT[:, :1]) != 0
-    return index_T - jax.lax.cummax(jnp.where(starts_BT, index_T, 0), axis=1)
+    return index_T - running_max(jnp.where(starts_BT, index_T, 0))
 
 
 def init_params(config: ModelConfig, key: Array, dtype: jnp.dtype) -> DecoderParams:
