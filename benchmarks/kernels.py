@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from bandwidth import copy_bandwidth
+from cases import rest
 
 from kvpop_jax import cli
 from pallas_kernels.decode_attention import decode_attention, gpu
@@ -92,7 +93,12 @@ def _decode_attention_float32(*arguments):
     return decode_attention(*wide, backend="reference")[0]
 
 
-CASES: dict[str, Callable[[bool], Iterable[Case]]] = {"decode_attention": decode_attention_cases}
+CASES: dict[str, Callable[[bool], Iterable[Case]]] = {
+    "decode_attention": decode_attention_cases,
+    "cutoff_expiry": lambda real: (Case(**fields) for fields in rest.cutoff_expiry_cases(real)),
+    "mlstm_chunkwise": lambda real: (Case(**fields) for fields in rest.mlstm_chunkwise_cases(real)),
+    "policy_step": lambda real: (Case(**fields) for fields in rest.policy_step_cases(real)),
+}
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,0 +1,1 @@
+"""Cases of `benchmarks/kernels.py`, one function for each operation."""
