@@ -77,8 +77,8 @@ def chosen_chunk(length: int, capacity: int | None) -> int | None:
     """
     if capacity is None:
         return None
-    chunk = min(max(1 << round((400 * capacity) ** 0.5).bit_length() - 1, 256), 2048)
-    return chunk if chunk < length and capacity + chunk // 2 < length // 2 + chunk // 2 else None
+    chunk = min(max(1 << int((800 * capacity) ** 0.5).bit_length() - 1, 256), 2048)
+    return chunk if capacity + chunk // 2 < length // 2 else None
 
 
 def _padded(x, axis: int, more: int):
