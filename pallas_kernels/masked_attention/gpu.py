@@ -12,7 +12,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.masked_attention import gpu_chunks
+from pallas_kernels.masked_attention.gpu_backward import attend_dkv, attend_dq
 from pallas_kernels.masked_attention.gpu_forward import attend
+from pallas_kernels.masked_attention.gpu_tiles import LOG2_E
 from pallas_kernels.segments import segment_end
 
 HEAD_DIMS = (64, 128)
@@ -58,7 +60,7 @@ def masked_attention(
     end_BKS = jnp.clip(expiry_BKS.astype(jnp.int32), 0, segment_end(segment_BS)[:, None])
     chunk = chosen_chunk(T, capacity)
     if chunk is None:
-        chunk, capacity = gpu_chunks.round_up(T, gpu_chunks.KEYS), 0
+        chunk, capacity = gpu_chunks.round_up(T, gpu_chunks.KEYS), 1
     pad = -T % chunk
     # Keys of the padding end at 0.
     q_BTHD, k_BSKD, v_BSKD = (_padded(x, 1, pad) for x in (q_BTHD, k_BSKD, v_BSKD))
@@ -92,17 +94,39 @@ def _attention(q_BTHD, k_BSKD, v_BSKD, end_BKS, chunk, capacity):
 
 @partial(jax.jit, static_argnums=(4, 5))  # lowering takes seconds: once for all layers of a model
 def _forward(q_BTHD, k_BSKD, v_BSKD, end_BKS, chunk, capacity):
-    K = k_BSKD.shape[2]
-    old = gpu_chunks.survivors(end_BKS, chunk, max(capacity, 1))
-    span_BKnI6 = gpu_chunks.query_spans(end_BKS, old, chunk, q_BTHD.shape[2] // K)
-    old_k_BKND, old_v_BKND = (gpu_chunks.gathered(x, old) for x in (k_BSKD, v_BSKD))
-    old_end_BKN = old.end_BKnC.reshape(*end_BKS.shape[:2], -1)
-    o_BTHD, lse_BHT = attend(q_BTHD, k_BSKD, v_BSKD, old_k_BKND, old_v_BKND, end_BKS, old_end_BKN, span_BKnI6)
+    old = gpu_chunks.survivors(end_BKS, chunk, capacity)
+    span_BKnI6 = gpu_chunks.query_spans(end_BKS, old, chunk, q_BTHD.shape[2] // k_BSKD.shape[2])
+    o_BTHD, lse_BHT = attend(q_BTHD, k_BSKD, v_BSKD, *_old_keys(k_BSKD, v_BSKD, old), end_BKS, _old_end(old), span_BKnI6)
     return (o_BTHD, lse_BHT), (q_BTHD, k_BSKD, v_BSKD, end_BKS, o_BTHD, lse_BHT)
 
 
+@partial(jax.jit, static_argnums=(0, 1))
 def _backward(chunk, capacity, residuals, cotangents):
-    raise NotImplementedError
+    q_BTHD, k_BSKD, v_BSKD, end_BKS, o_BTHD, lse_BHT = residuals
+    do_BTHD, dlse_BHT = cotangents
+    delta_BTH = jnp.sum(do_BTHD.astype(jnp.float32) * o_BTHD.astype(jnp.float32), axis=-1)
+    shift_BHT = dlse_BHT - jnp.swapaxes(delta_BTH, 1, 2)
+    # To base 2; queries that see nothing have scores of -inf, of which any number can be taken.
+    log2_BHT = jnp.where(lse_BHT == -jnp.inf, 0, lse_BHT * LOG2_E)
+    old = gpu_chunks.survivors(end_BKS, chunk, capacity)
+    keys = k_BSKD, v_BSKD, *_old_keys(k_BSKD, v_BSKD, old), end_BKS, _old_end(old)
+    query_span_BKnI6 = gpu_chunks.query_spans(end_BKS, old, chunk, q_BTHD.shape[2] // k_BSKD.shape[2])
+    key_span_BKnJ4 = gpu_chunks.key_spans(end_BKS, old, chunk)
+    dq_BTHD = attend_dq(q_BTHD, *keys, query_span_BKnI6, log2_BHT, do_BTHD, shift_BHT)
+    own, of_old = attend_dkv(q_BTHD, *keys, key_span_BKnJ4, log2_BHT, do_BTHD, shift_BHT)
+    dk_BSKD, dv_BSKD = (
+        gpu_chunks.scattered(x_BSKD, x_BKND, old).astype(k_BSKD.dtype)
+        for x_BSKD, x_BKND in zip(own, of_old, strict=True)
+    )
+    return dq_BTHD, dk_BSKD, dv_BSKD, None
+
+
+def _old_keys(k_BSKD, v_BSKD, old):
+    return (gpu_chunks.gathered(x_BSKD, old) for x_BSKD in (k_BSKD, v_BSKD))
+
+
+def _old_end(old):
+    return old.end_BKnC.reshape(*old.end_BKnC.shape[:2], -1)
 
 
 _attention.defvjp(_forward, _backward)

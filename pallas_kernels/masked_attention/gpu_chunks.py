@@ -129,6 +129,22 @@ def query_spans(end_BKS: Int[Array, "B K S"], old: Survivors, chunk: int, group:
     return jnp.stack([whole_BKnI, some_BKnI, jnp.minimum(gone_BKnI, stop_BKnI), own_BKnI, stop_BKnI, fits_BKnI], -1)
 
 
+def key_spans(end_BKS: Int[Array, "B K S"], old: Survivors, chunk: int) -> Int[Array, "B K n J 4"]:
+    """Blocks of queries for each tile of survivors, then of own keys, as half-open spans of the chunk's blocks: that see
+    any key, and that see all keys."""
+    B, K, S = end_BKS.shape
+    n, C = old.end_BKnC.shape[2:]
+    end_BKnC = jnp.concatenate([old.end_BKnC, end_BKS.reshape(B, K, n, chunk)], axis=-1)
+    end_BKnJC = end_BKnC.reshape(B, K, n, -1, KEYS) - jnp.arange(0, S, chunk, dtype=jnp.int32)[:, None, None]
+    own_J = jnp.arange(-(C // KEYS), chunk // KEYS, dtype=jnp.int32)
+    first_J = jnp.maximum(own_J, 0) * (KEYS // ROWS)
+    whole_J = jnp.maximum(own_J + 1, 0) * (KEYS // ROWS)
+    stop_BKnJ = -(-jnp.clip(end_BKnJC.max(-1), 0, chunk) // ROWS)
+    stop_whole_BKnJ = jnp.clip(end_BKnJC.min(-1), 0, chunk) // ROWS
+    spans = first_J, stop_BKnJ, whole_J, stop_whole_BKnJ
+    return jnp.stack([jnp.broadcast_to(x, stop_BKnJ.shape) for x in spans], axis=-1)
+
+
 def _rows(old: Survivors, K: int, position_BKnC):
     """Which row of [S * K, D] each place is."""
     row_BKnC = position_BKnC * K + jnp.arange(K, dtype=jnp.int32)[:, None, None]

@@ -23,8 +23,11 @@ from pallas_kernels.masked_attention.gpu_chunks import KEYS, ROWS
 from pallas_kernels.masked_attention.gpu_tiles import (
     LOG2_E,
     TILED,
+    Keys,
+    Ring,
     block_of,
     first_key,
+    load_tiles,
     masked,
     place,
     span_at,
@@ -83,8 +86,8 @@ def _kernel(
 ):  # fmt: skip
     D = q_smem.shape[2]
     at = place(chunks)
-    chunk, survivors = q_ref.shape[1] // chunks, old_k_ref.shape[2] // chunks
-    first, first_old = at.chunk * chunk, at.chunk * survivors
+    chunk = q_ref.shape[1] // chunks
+    first = at.chunk * chunk
     pairs = chunk // ROWS * group // 2
     pair = pairs - 1 - lax.axis_index("pair")  # the ones with most tiles go first
     tiles = span_at(span_ref, ((at.batch * k_ref.shape[2] + at.head) * chunks + at.chunk) * pairs + pair)
@@ -94,29 +97,9 @@ def _kernel(
     def _load():
         plgpu.set_max_registers(40, action="decrease")
 
-        @pl.loop(0, tiles.total)
-        def _tile(i):
-            stage = lax.rem(i, jnp.int32(_STAGES))
-            full = i >= _STAGES
-
-            def copy(k, v, end, rows):
-                pl.when(full)(lambda: plgpu.barrier_wait(k_used.at[stage]))
-                plgpu.copy_gmem_to_smem(k, k_smem.at[stage], k_loaded.at[stage])
-                plgpu.copy_gmem_to_smem(end.at[at.batch, at.head, rows], end_smem.at[stage], k_loaded.at[stage])
-                pl.when(full)(lambda: plgpu.barrier_wait(v_used.at[stage]))
-                plgpu.copy_gmem_to_smem(v, v_smem.at[stage], v_loaded.at[stage])
-
-            @pl.when(i < tiles.old)
-            def _survivors():
-                rows = pl.ds(pl.multiple_of(first_old + i * KEYS, KEYS), KEYS)
-                of_head = at.batch, at.head, rows
-                copy(old_k_ref.at[of_head], old_v_ref.at[of_head], old_end_ref, rows)
-
-            @pl.when(i >= tiles.old)
-            def _own():
-                rows = pl.ds(pl.multiple_of(first + tiles.own_tile(i) * KEYS, KEYS), KEYS)
-                of_head = at.batch, rows, at.head
-                copy(k_ref.at[of_head], v_ref.at[of_head], end_ref, rows)
+        own, old = Keys(k_ref, v_ref, end_ref), Keys(old_k_ref, old_v_ref, old_end_ref)
+        ring = Ring(k_loaded, v_loaded, k_used, v_used)
+        load_tiles(tiles, at, own, old, chunks, Keys(k_smem, v_smem, end_smem), ring)
 
     @pl.when(wg < 2)
     def _compute():
@@ -157,7 +140,7 @@ def _kernel(
             plgpu.barrier_arrive(turn)
             plgpu.barrier_wait(v_loaded.at[stage])
             plgpu.barrier_wait(turn)
-            o_QD = gpu_tiles.plus_product(o_QD, p16_QS, v_smem.at[stage])
+            (o_QD,) = gpu_tiles.plus_products((o_QD, lambda: p16_QS, v_smem.at[stage]))
             plgpu.barrier_arrive(v_used.at[stage])
             return o_QD, m_next_Q, l_Q
 

@@ -14,7 +14,7 @@ from pallas_kernels.masked_attention.gpu_chunks import KEYS, ROWS
 LOG2_E = math.log2(math.e)
 TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 WGMMA = plgpu.Layout.WGMMA
-_LONG_AGO = -(1 << 30)
+LONG_AGO = -(1 << 30)
 """The position of every survivor, as far as causality asks."""
 
 
@@ -72,24 +72,37 @@ def masked(s_QS, unmasked, query, key, end_smem):
     return lax.cond(unmasked, lambda s_QS: s_QS, mask, s_QS)
 
 
+def hidden(s_SQ, unmasked, query, key, end_smem):
+    """`masked`, transposed: keys from position `key` on."""
+
+    def mask(s_SQ):
+        end_S = plgpu.load(end_smem, layout=WGMMA.reduce(1))
+        query_SQ = query + plgpu.broadcasted_iota(jnp.int32, s_SQ.shape, 1, layout=WGMMA)
+        key_SQ = key + plgpu.broadcasted_iota(jnp.int32, s_SQ.shape, 0, layout=WGMMA)
+        seen_SQ = (key_SQ <= query_SQ) & (query_SQ < lax.broadcast_in_dim(end_S, s_SQ.shape, [0]))
+        return jnp.where(seen_SQ, s_SQ, -jnp.inf)
+
+    return lax.cond(unmasked, lambda s_SQ: s_SQ, mask, s_SQ)
+
+
 def first_key(span: Span, i, first):
     """The position of the first key of step `i` of a chunk that starts at `first`."""
-    return jnp.where(i < span.old, _LONG_AGO, first + span.own_tile(i) * KEYS)
+    return jnp.where(i < span.old, LONG_AGO, first + span.own_tile(i) * KEYS)
 
 
-def product(a, b):
-    """a b in float32, at once; one of them, or both, in shared memory."""
+def plus_products(*terms):
+    """x + a b for each (x, a, b) of the terms, summed where x is.
 
-    def multiply(acc_ref):
-        plgpu.wgmma(acc_ref, a, b)
-        return acc_ref[...]
+    `a` is a function: that of a later term runs while earlier products do. (An interpreted GPU has no `run_state`, and no
+    products with a register operand: its tests replace this function.)
+    """
+    xs, _, _ = zip(*terms, strict=True)
 
-    return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
+    def multiply(acc_refs):
+        for acc_ref, (_, a, b) in zip(acc_refs, terms, strict=True):
+            plgpu.wgmma(acc_ref, a(), b)
 
-
-def plus_product(x, a, b):
-    """x + a b, summed where x is. (An interpreted GPU knows no `run_state`: tests replace this one function.)"""
-    return pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, a, b))(plgpu.ACC.init(x))
+    return pl.run_state(multiply)(tuple(plgpu.ACC.init(x) for x in xs))
 
 
 def zeros(*shape: int):
@@ -102,3 +115,49 @@ def block_of(pair, wg, group: int):
     unit = 2 * pair + wg
     block = lax.div(unit, jnp.int32(group))
     return block * ROWS, unit - block * group
+
+
+class Keys(NamedTuple):
+    """K, V and the ends of keys: in global memory, or one stage of each in shared memory."""
+
+    k: jax.Array
+    v: jax.Array
+    end: jax.Array
+
+
+class Ring(NamedTuple):
+    """Barriers of the stages of `Keys` in shared memory."""
+
+    k_loaded: jax.Array
+    v_loaded: jax.Array
+    k_used: jax.Array
+    v_used: jax.Array
+
+
+def load_tiles(span: Span, at: Place, own: Keys, old: Keys, chunks: int, smem: Keys, ring: Ring) -> None:
+    """What the third warpgroup does: loads the tiles of a span in their order, as stages become free."""
+    stages = smem.k.shape[0]
+    first, first_old = at.chunk * (own.k.shape[1] // chunks), at.chunk * (old.k.shape[2] // chunks)
+
+    @pl.loop(0, span.total)
+    def _tile(i):
+        stage = lax.rem(i, jnp.int32(stages))
+        again = i >= stages
+
+        def load(k, v, end):
+            pl.when(again)(lambda: plgpu.barrier_wait(ring.k_used.at[stage]))
+            plgpu.copy_gmem_to_smem(k, smem.k.at[stage], ring.k_loaded.at[stage])
+            plgpu.copy_gmem_to_smem(end, smem.end.at[stage], ring.k_loaded.at[stage])
+            pl.when(again)(lambda: plgpu.barrier_wait(ring.v_used.at[stage]))
+            plgpu.copy_gmem_to_smem(v, smem.v.at[stage], ring.v_loaded.at[stage])
+
+        @pl.when(i < span.old)
+        def _survivors():
+            here = at.batch, at.head, pl.ds(pl.multiple_of(first_old + i * KEYS, KEYS), KEYS)
+            load(*(ref.at[here] for ref in old))
+
+        @pl.when(i >= span.old)
+        def _own():
+            rows = pl.ds(pl.multiple_of(first + span.own_tile(i) * KEYS, KEYS), KEYS)
+            of_head = at.batch, rows, at.head
+            load(own.k.at[of_head], own.v.at[of_head], own.end.at[at.batch, at.head, rows])
