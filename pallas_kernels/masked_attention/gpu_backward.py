@@ -30,7 +30,6 @@ from pallas_kernels.masked_attention.gpu_tiles import (
     Ring,
     block_of,
     first_key,
-    hidden,
     load_tiles,
     masked,
     place,
@@ -102,14 +101,14 @@ def _dq_kernel(
 
     @pl.when(wg == 2)
     def _load():
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(24, action="decrease")
         own, old = Keys(k_ref, v_ref, end_ref), Keys(old_k_ref, old_v_ref, old_end_ref)
         ring = Ring(k_loaded, v_loaded, k_used, v_used)
         load_tiles(tiles, at, own, old, chunks, Keys(k_smem, v_smem, end_smem), ring)
 
     @pl.when(wg < 2)
     def _compute():
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(240, action="increase")
         offset, of_group = block_of(pair, wg, group)
         query, head = first + offset, at.head * group + of_group
         rows = pl.ds(pl.multiple_of(query, ROWS), ROWS)
@@ -130,7 +129,7 @@ def _dq_kernel(
                 plgpu.barrier_wait(v_loaded.at[stage])
                 plgpu.wgmma(dp_ref, do_smem.at[wg], v_smem.at[stage].transpose((1, 0)))
                 s_QS = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
-                s_QS = masked(s_QS, tiles.unmasked(i), query, first_key(tiles, i, first), end_smem.at[stage])
+                s_QS = masked(s_QS, tiles.unmasked(i), query, first_key(tiles, i, first), end_smem.at[stage], key_axis=1)
                 p_QS = jnp.exp2(s_QS * (D**-0.5 * LOG2_E) - lax.broadcast_in_dim(log2_Q, s_QS.shape, [0]))
                 return p_QS * (dp_ref[...] + lax.broadcast_in_dim(shift_Q, s_QS.shape, [0]))
 
@@ -223,7 +222,7 @@ def _dkv_kernel(
 
     @pl.when(wg == 2)
     def _load():
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(24, action="decrease")
 
         @pl.loop(0, steps)
         def _queries(i):
@@ -239,7 +238,7 @@ def _dkv_kernel(
 
     @pl.when(wg < 2)
     def _compute():
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(240, action="increase")
         offset = wg * ROWS
         key = first + (tile - old_tiles) * KEYS + offset
         own_rows = pl.ds(pl.multiple_of(jnp.where(is_old, 0, key), ROWS), ROWS)
@@ -273,7 +272,8 @@ def _dkv_kernel(
                 plgpu.wgmma(dp_ref, v_smem.at[wg], do_smem.at[stage].transpose((1, 0)))
                 s_SQ = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
                 unmasked = (block >= start_whole) & (block < stop_whole)
-                s_SQ = hidden(s_SQ, unmasked, first + block * ROWS, jnp.where(is_old, LONG_AGO, key), end_smem.at[wg])
+                query, earliest = first + block * ROWS, jnp.where(is_old, LONG_AGO, key)
+                s_SQ = masked(s_SQ, unmasked, query, earliest, end_smem.at[wg], key_axis=0)
                 log2_Q = plgpu.load(log2_smem.at[stage], layout=WGMMA.reduce(0))
                 p_SQ = jnp.exp2(s_SQ * (D**-0.5 * LOG2_E) - lax.broadcast_in_dim(log2_Q, s_SQ.shape, [1]))
                 return p_SQ, dp_ref[...]

@@ -95,7 +95,7 @@ def _kernel(
 
     @pl.when(wg == 2)
     def _load():
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(24, action="decrease")
 
         own, old = Keys(k_ref, v_ref, end_ref), Keys(old_k_ref, old_v_ref, old_end_ref)
         ring = Ring(k_loaded, v_loaded, k_used, v_used)
@@ -103,7 +103,7 @@ def _kernel(
 
     @pl.when(wg < 2)
     def _compute():
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(240, action="increase")
         offset, of_group = block_of(pair, wg, group)
         query, head = first + offset, at.head * group + of_group
         rows = pl.ds(pl.multiple_of(query, ROWS), ROWS)
@@ -125,7 +125,7 @@ def _kernel(
                 return s_ref[...]
 
             s_QS = pl.run_scoped(multiply, plgpu.ACC((ROWS, KEYS), jnp.float32))
-            s_QS = masked(s_QS, tiles.unmasked(i), query, first_key(tiles, i, first), end_smem.at[stage])
+            s_QS = masked(s_QS, tiles.unmasked(i), query, first_key(tiles, i, first), end_smem.at[stage], key_axis=1)
             plgpu.barrier_arrive(k_used.at[stage])
 
             scale = D**-0.5 * LOG2_E

@@ -59,30 +59,20 @@ def span_at(span_ref, index) -> Span:
     return Span(*(span_ref[index * len(Span._fields) + field] for field in range(len(Span._fields))))
 
 
-def masked(s_QS, unmasked, query, key, end_smem):
-    """Scores of queries from position `query` on; -inf where causality or the end of a key hides it."""
+def masked(s, unmasked, query, key, end_smem, key_axis: int):
+    """Scores of queries from position `query` on and keys from `key` on; -inf where causality or a key's end hides it."""
+    along_keys = WGMMA.reduce(1 - key_axis)
 
-    def mask(s_QS):
-        end_S = plgpu.load(end_smem, layout=WGMMA.reduce(0))
-        query_QS = query + plgpu.broadcasted_iota(jnp.int32, s_QS.shape, 0, layout=WGMMA)
-        key_QS = key + plgpu.broadcasted_iota(jnp.int32, s_QS.shape, 1, layout=WGMMA)
-        seen_QS = (key_QS <= query_QS) & (query_QS < lax.broadcast_in_dim(end_S, s_QS.shape, [1]))
-        return jnp.where(seen_QS, s_QS, -jnp.inf)
+    def mask(s):
+        key_S = key + plgpu.broadcasted_iota(jnp.int32, end_smem.shape, 0, layout=along_keys)
+        life_S = jnp.maximum(plgpu.load(end_smem, layout=along_keys) - key_S, 0)
+        age = query + plgpu.broadcasted_iota(jnp.int32, s.shape, 1 - key_axis, layout=WGMMA)
+        age -= lax.broadcast_in_dim(key_S, s.shape, [key_axis])
+        # One comparison for both: without a sign, an age below 0 is above every life. Registers are short here.
+        life = lax.broadcast_in_dim(life_S.astype(jnp.uint32), s.shape, [key_axis])
+        return jnp.where(age.astype(jnp.uint32) < life, s, -jnp.inf)
 
-    return lax.cond(unmasked, lambda s_QS: s_QS, mask, s_QS)
-
-
-def hidden(s_SQ, unmasked, query, key, end_smem):
-    """`masked`, transposed: keys from position `key` on."""
-
-    def mask(s_SQ):
-        end_S = plgpu.load(end_smem, layout=WGMMA.reduce(1))
-        query_SQ = query + plgpu.broadcasted_iota(jnp.int32, s_SQ.shape, 1, layout=WGMMA)
-        key_SQ = key + plgpu.broadcasted_iota(jnp.int32, s_SQ.shape, 0, layout=WGMMA)
-        seen_SQ = (key_SQ <= query_SQ) & (query_SQ < lax.broadcast_in_dim(end_S, s_SQ.shape, [0]))
-        return jnp.where(seen_SQ, s_SQ, -jnp.inf)
-
-    return lax.cond(unmasked, lambda s_SQ: s_SQ, mask, s_SQ)
+    return lax.cond(unmasked, lambda s: s, mask, s)
 
 
 def first_key(span: Span, i, first):

@@ -142,7 +142,7 @@ def _kernel(
 
     @pl.when(wg == 2)
     def _load():
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(24, action="decrease")
 
         @pl.loop(0, tiles)
         def _tile(i):
@@ -155,7 +155,7 @@ def _kernel(
 
     @pl.when(wg < 2)
     def _compute():
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(240, action="increase")
         first = block * (2 * _KEYS) + wg * _KEYS
         rows = pl.ds(pl.multiple_of(first, _KEYS), _KEYS)
         of_head = batch, rows, lax.div(head, jnp.int32(group))
