@@ -18,7 +18,7 @@ _OLD_JAX = jax.__version_info__ < (0, 11, 2)
 needs_mosaic_gpu = pytest.mark.skipif(_OLD_JAX, reason="Pallas Mosaic GPU kernels need JAX 0.11.2 or newer")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="class")
 def gpu_interpreter():
     """Sums of products as plain JAX: an interpreted GPU has no `run_state`, and no products of a register operand."""
 
@@ -56,29 +56,27 @@ class TestCompactedForm(MaskedAttentionSuite):
     backend = "gpu"
     dtype = "bfloat16"
     tolerance = 2**-6  # p or ds, o and the results are rounded to 8 bits
+    test_bfloat16_stays_within_its_rounding = None  # of the plain form, below
     test_nothing_of_the_size_of_the_attention_map_is_made = None  # of the lowered program, below: in bfloat16
 
 
 @pytest.mark.gpu_interpret
 @needs_mosaic_gpu
 @pytest.mark.usefixtures("gpu_interpreter")
-def test_the_plain_form_stays_within_the_rounding_of_bfloat16():
-    suite = MaskedAttentionSuite()
-    suite.backend = "gpu"
-    suite.test_bfloat16_stays_within_its_rounding()
+class TestOtherForms:
+    def test_the_plain_form_stays_within_the_rounding_of_bfloat16(self):
+        suite = MaskedAttentionSuite()
+        suite.backend = "gpu"
+        suite.test_bfloat16_stays_within_its_rounding()
 
-
-@pytest.mark.gpu_interpret
-@needs_mosaic_gpu
-@pytest.mark.usefixtures("gpu_interpreter")
-def test_a_broken_promise_gives_nan_in_the_chunks_where_it_is_broken():
-    x = random_inputs(Case(((300, 84),), 384), "bfloat16")
-    # 128 keys are alive where the second chunk starts, 256 where the third does, of the first document only to 300.
-    expiry_BKS = np.full_like(x.expiry_BKS, NEVER)
-    attend = jax.jit(partial(masked_attention, capacity=128, backend="gpu"))
-    o_BTHD, lse_BHT = attend(*x.inputs, expiry_BKS, x.segment_BS)
-    assert np.all(np.isfinite(o_BTHD[:, :256])) and np.all(np.isfinite(lse_BHT[..., :256]))
-    assert np.all(np.isnan(o_BTHD[:, 256:])) and np.all(np.isnan(lse_BHT[..., 256:]))
+    def test_a_broken_promise_gives_nan_in_the_chunks_where_it_is_broken(self):
+        x = random_inputs(Case(((300, 84),), 384), "bfloat16")
+        # 128 keys are alive where the second chunk starts, 256 where the third does.
+        expiry_BKS = np.full_like(x.expiry_BKS, NEVER)
+        attend = jax.jit(partial(masked_attention, capacity=128, backend="gpu"))
+        o_BTHD, lse_BHT = attend(*x.inputs, expiry_BKS, x.segment_BS)
+        assert np.all(np.isfinite(o_BTHD[:, :256])) and np.all(np.isfinite(lse_BHT[..., :256]))
+        assert np.all(np.isnan(o_BTHD[:, 256:])) and np.all(np.isnan(lse_BHT[..., 256:]))
 
 
 @pytest.mark.gpu_interpret
