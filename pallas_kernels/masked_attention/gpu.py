@@ -96,7 +96,9 @@ def _attention(q_BTHD, k_BSKD, v_BSKD, end_BKS, chunk, capacity):
 def _forward(q_BTHD, k_BSKD, v_BSKD, end_BKS, chunk, capacity):
     old = gpu_chunks.survivors(end_BKS, chunk, capacity)
     span_BKnI6 = gpu_chunks.query_spans(end_BKS, old, chunk, q_BTHD.shape[2] // k_BSKD.shape[2])
-    o_BTHD, lse_BHT = attend(q_BTHD, k_BSKD, v_BSKD, *_old_keys(k_BSKD, v_BSKD, old), end_BKS, _old_end(old), span_BKnI6)
+    o_BTHD, lse_BHT = attend(
+        q_BTHD, k_BSKD, v_BSKD, *_old_keys(k_BSKD, v_BSKD, old), end_BKS, _old_end(old), span_BKnI6
+    )
     return (o_BTHD, lse_BHT), (q_BTHD, k_BSKD, v_BSKD, end_BKS, o_BTHD, lse_BHT)
 
 

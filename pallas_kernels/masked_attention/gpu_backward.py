@@ -129,7 +129,9 @@ def _dq_kernel(
                 plgpu.barrier_wait(v_loaded.at[stage])
                 plgpu.wgmma(dp_ref, do_smem.at[wg], v_smem.at[stage].transpose((1, 0)))
                 s_QS = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
-                s_QS = masked(s_QS, tiles.unmasked(i), query, first_key(tiles, i, first), end_smem.at[stage], key_axis=1)
+                s_QS = masked(
+                    s_QS, tiles.unmasked(i), query, first_key(tiles, i, first), end_smem.at[stage], key_axis=1
+                )
                 p_QS = jnp.exp2(s_QS * (D**-0.5 * LOG2_E) - lax.broadcast_in_dim(log2_Q, s_QS.shape, [0]))
                 return p_QS * (dp_ref[...] + lax.broadcast_in_dim(shift_Q, s_QS.shape, [0]))
 

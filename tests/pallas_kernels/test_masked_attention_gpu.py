@@ -100,7 +100,9 @@ def test_no_visible_key_lies_in_a_tile_that_is_skipped_and_no_hidden_one_where_n
         end_C = np.where(alive_C, end_S[np.minimum(at_C, S - 1)], 0)
         seen_TC = (at_C <= query_T1) & (query_T1 < end_C)
         wanted_TS = (np.arange(S) <= query_T1) & (query_T1 < end_S)
-        np.testing.assert_array_equal(seen_TC.sum(1), wanted_TS.sum(1), "survivors and own keys are all there is to see")
+        np.testing.assert_array_equal(
+            seen_TC.sum(1), wanted_TS.sum(1), "survivors and own keys are all there is to see"
+        )
         old_tiles = np.asarray(old.position_BKnC).shape[-1] // gpu_chunks.KEYS
         seen_iqjk = seen_TC.reshape(chunk // 64, 64, -1, gpu_chunks.KEYS)
         some_ij, all_ij = seen_iqjk.any((1, 3)), seen_iqjk.all((1, 3))
