@@ -6,6 +6,7 @@ are those of the pairs of a query and a key that the operation is about: visible
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -34,6 +35,7 @@ def masked_attention_cases(real: bool) -> Iterator[Fields]:
     for S, budget in sizes:
         window = _WINDOW if real else 16
 
+        @partial(jax.jit, static_argnums=(1, 2, 3))
         def inputs(seed: int, S: int = S, budget: int | None = budget, window: int = window) -> Arguments:
             keys = jax.random.split(jax.random.key(seed), 5)
             shapes = (1, S, K * G, D), (1, S, K, D), (1, S, K, D), (1, S, K * G, D)
@@ -74,6 +76,7 @@ def received_log_mass_cases(real: bool) -> Iterator[Fields]:
     K, G, D = (8, 4, 128) if real else (1, 2, 64)
     for S, share in [(16_384, 1), (65_536, 1), (65_536, 8)] if real else [(300, 1), (300, 4)]:
 
+        @partial(jax.jit, static_argnums=(1, 2))
         def inputs(seed: int, S: int = S, share: int = share) -> Arguments:
             keys = jax.random.split(jax.random.key(seed), 3)
             q = jax.random.normal(keys[0], (1, S, K * G, D), jnp.bfloat16)
@@ -92,7 +95,7 @@ def received_log_mass_cases(real: bool) -> Iterator[Fields]:
             return mass, q
 
         arguments = jax.eval_shape(inputs, 0)
-        q, k, lse, segment, asks = arguments
+        q, k, lse, segment, _ = arguments
         yield dict(
             op="received_log_mass", shape=f"S {S}, 1 of {share} queries, K {K}, G {G}, D {D}", inputs=inputs,
             carry={0: 2, 1: 0}, forms=_forms(mass_gpu.refuses(q, k, lse, segment, 0, None), S), run=run,

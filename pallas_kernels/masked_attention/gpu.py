@@ -65,8 +65,7 @@ def masked_attention(
     # Keys of the padding end at 0.
     q_BTHD, k_BSKD, v_BSKD = (_padded(x, 1, pad) for x in (q_BTHD, k_BSKD, v_BSKD))
     end_BKS = _padded(end_BKS, 2, pad)
-    with jax.enable_x64(False):  # else the kernels' indices are of 64 bits, which Mosaic GPU does not take
-        o_BTHD, lse_BHT = _attention(q_BTHD, k_BSKD, v_BSKD, end_BKS, chunk, capacity)
+    o_BTHD, lse_BHT = _attention(q_BTHD, k_BSKD, v_BSKD, end_BKS, chunk, capacity)
     return o_BTHD[:, :T], lse_BHT[..., :T]
 
 
@@ -92,20 +91,26 @@ def _attention(q_BTHD, k_BSKD, v_BSKD, end_BKS, chunk, capacity):
     return _forward(q_BTHD, k_BSKD, v_BSKD, end_BKS, chunk, capacity)[0]
 
 
-@partial(jax.jit, static_argnums=(4, 5))  # lowering takes seconds: once for all layers of a model
 def _forward(q_BTHD, k_BSKD, v_BSKD, end_BKS, chunk, capacity):
-    old = gpu_chunks.survivors(end_BKS, chunk, capacity)
-    span_BKnI6 = gpu_chunks.query_spans(end_BKS, old, chunk, q_BTHD.shape[2] // k_BSKD.shape[2])
-    o_BTHD, lse_BHT = attend(
-        q_BTHD, k_BSKD, v_BSKD, *_old_keys(k_BSKD, v_BSKD, old), end_BKS, _old_end(old), span_BKnI6
-    )
+    with jax.enable_x64(False):  # else the kernels' indices are of 64 bits, which Mosaic GPU does not take
+        o_BTHD, lse_BHT = _attend(q_BTHD, k_BSKD, v_BSKD, end_BKS, chunk, capacity)
     return (o_BTHD, lse_BHT), (q_BTHD, k_BSKD, v_BSKD, end_BKS, o_BTHD, lse_BHT)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
 def _backward(chunk, capacity, residuals, cotangents):
-    q_BTHD, k_BSKD, v_BSKD, end_BKS, o_BTHD, lse_BHT = residuals
-    do_BTHD, dlse_BHT = cotangents
+    with jax.enable_x64(False):
+        return *_gradients(chunk, capacity, *residuals, *cotangents), None
+
+
+@partial(jax.jit, static_argnums=(4, 5))  # lowering takes seconds: once for all layers of a model
+def _attend(q_BTHD, k_BSKD, v_BSKD, end_BKS, chunk, capacity):
+    old = gpu_chunks.survivors(end_BKS, chunk, capacity)
+    span_BKnI6 = gpu_chunks.query_spans(end_BKS, old, chunk, q_BTHD.shape[2] // k_BSKD.shape[2])
+    return attend(q_BTHD, k_BSKD, v_BSKD, *_old_keys(k_BSKD, v_BSKD, old), end_BKS, _old_end(old), span_BKnI6)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _gradients(chunk, capacity, q_BTHD, k_BSKD, v_BSKD, end_BKS, o_BTHD, lse_BHT, do_BTHD, dlse_BHT):
     delta_BTH = jnp.sum(do_BTHD.astype(jnp.float32) * o_BTHD.astype(jnp.float32), axis=-1)
     shift_BHT = dlse_BHT - jnp.swapaxes(delta_BTH, 1, 2)
     # To base 2; queries that see nothing have scores of -inf, of which any number can be taken.
@@ -120,7 +125,7 @@ def _backward(chunk, capacity, residuals, cotangents):
         gpu_chunks.scattered(x_BSKD, x_BKND, old).astype(k_BSKD.dtype)
         for x_BSKD, x_BKND in zip(own, of_old, strict=True)
     )
-    return dq_BTHD, dk_BSKD, dv_BSKD, None
+    return dq_BTHD, dk_BSKD, dv_BSKD
 
 
 def _old_keys(k_BSKD, v_BSKD, old):

@@ -4,10 +4,10 @@ With p the probabilities, dP = do v^T and shift = dlse - sum(do * o):
 
     ds = p * (dP + shift),    dq = ds k,    dk = ds^T q,    dv = p^T do
 
-dq visits the tiles of the forward kernel. For dk and dv a thread block has 128 keys, 64 for each warpgroup, and sees all
-query heads of its KV head, so that nothing is added up afterwards; scores are transposed there. Survivors' gradients
-come out chunk by chunk, in float32, for XLA to add up. Tiles are of 64 by 64: with the accumulators of two or three
-products in registers there is room for no more.
+dq visits the tiles of the forward kernel. For dk and dv a thread block has 128 keys, 64 for each warpgroup, and sees
+blocks of 64 queries of all heads of the group, so that nothing is added up afterwards; scores are transposed there.
+Survivors' gradients come out chunk by chunk, in float32, for XLA to add up. Registers hold the accumulators of three or
+four products: the sizes of tiles are what just fits.
 """
 
 from functools import partial
@@ -166,8 +166,7 @@ def attend_dkv(
 ]:
     """Gradients of k and v in float32: what the chunk's own queries give to each key, and what each chunk gives to its
     survivors."""
-    B, T, H, D = q_BTHD.shape
-    K = k_BSKD.shape[2]
+    B, K, D = q_BTHD.shape[0], k_BSKD.shape[2], q_BTHD.shape[3]
     n, tiles = span_BKnJ4.shape[2:4]
     bf16, f32 = jnp.bfloat16, jnp.float32
     own, old = (jax.ShapeDtypeStruct(x.shape, f32) for x in (k_BSKD, old_k_BKND))

@@ -130,8 +130,10 @@ def query_spans(end_BKS: Int[Array, "B K S"], old: Survivors, chunk: int, group:
 
 
 def key_spans(end_BKS: Int[Array, "B K S"], old: Survivors, chunk: int) -> Int[Array, "B K n J 4"]:
-    """Blocks of queries for each tile of survivors, then of own keys, as half-open spans of the chunk's blocks: that see
-    any key, and that see all keys."""
+    """Blocks of queries for each tile of survivors, then of own keys, as half-open spans of the chunk's blocks.
+
+    First those that see any of its keys, then those that see all of them.
+    """
     B, K, S = end_BKS.shape
     n, C = old.end_BKnC.shape[2:]
     end_BKnC = jnp.concatenate([old.end_BKnC, end_BKS.reshape(B, K, n, chunk)], axis=-1)

@@ -2,8 +2,8 @@
 
 A thread block has two warpgroups that compute and one that loads. Each of the two holds 64 queries of one head, the
 two being neighbours in the order (position, head of the group), so that a tile of K and V, loaded once, usually serves
-two heads. Tiles come through shared memory in a ring of two stages. The warpgroups take turns at the tensor cores: while
-one multiplies, the other is at its softmax.
+two heads. Tiles come through shared memory in a ring of two stages. The warpgroups take turns at the tensor cores:
+while one multiplies, the other is at its softmax.
 
 The scores of a tile are masked only where `gpu_chunks.query_spans` says that some query does not see some key of it.
 Logarithms are to base 2 inside.

@@ -60,7 +60,7 @@ def span_at(span_ref, index) -> Span:
 
 
 def masked(s, unmasked, query, key, end_smem, key_axis: int):
-    """Scores of queries from position `query` on and keys from `key` on; -inf where causality or a key's end hides it."""
+    """Scores of queries from position `query` on and keys from `key` on; -inf where a key is later or has ended."""
     along_keys = WGMMA.reduce(1 - key_axis)
 
     def mask(s):
@@ -83,8 +83,8 @@ def first_key(span: Span, i, first):
 def plus_products(*terms):
     """x + a b for each (x, a, b) of the terms, summed where x is.
 
-    `a` is a function: that of a later term runs while earlier products do. (An interpreted GPU has no `run_state`, and no
-    products with a register operand: its tests replace this function.)
+    `a` is a function: that of a later term runs while earlier products do. (An interpreted GPU has no `run_state`, and
+    no products of a register operand: its tests replace this function.)
     """
     xs, _, _ = zip(*terms, strict=True)
 

@@ -39,6 +39,10 @@ class TestOnAnInterpretedGPU(ReceivedLogMassSuite):
     test_bfloat16_inputs_are_multiplied_without_rounding = None  # all inputs here are
     test_nothing_of_the_size_of_the_attention_map_is_made = None  # of the lowered program, below: in bfloat16
 
+    @pytest.mark.parametrize("name", ["one_past_a_block_some_queries"])
+    def test_with_the_lse_of_a_sparse_pass_each_query_weighs_one_over_its_kept_mass(self, name, float64):
+        super().test_with_the_lse_of_a_sparse_pass_each_query_weighs_one_over_its_kept_mass(name, float64)
+
 
 @pytest.mark.gpu_interpret
 @needs_mosaic_gpu
