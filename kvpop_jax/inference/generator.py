@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from collections.abc import Generator as Generator_
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from kvpop_jax.cache import CachePlan, entry_bytes
+from kvpop_jax.cache import CachePlan, cache_dtype_of, entry_bytes
 from kvpop_jax.errors import UserError
 from kvpop_jax.inference import decode
 from kvpop_jax.inference.decode import Setup
@@ -43,9 +43,12 @@ class Generator:
             every sequence as many as it can have tokens (the dense cache).
         scorers: parameters of the policy, one per layer; None where it has none.
         pin_prompt: never evict the prompt.
+        cache_dtype: "int8" or "fp8" to keep keys and values in 8 bits, one scale for each row; None for the type of the
+            weights. A budget stays a number of entries; a policy's own state takes more of the smaller ones.
 
     Raises:
-        UserError: policies, budgets or scorers that are not one per layer, or a budget that leaves no pool.
+        UserError: policies, budgets or scorers that are not one per layer, a budget that leaves no pool, or a
+            cache_dtype that is unknown or that a policy cannot work with.
     """
 
     model: LoadedModel
@@ -53,6 +56,7 @@ class Generator:
     budget: int | Sequence[int] | None
     scorers: Sequence[Any] | None = None
     pin_prompt: bool = False
+    cache_dtype: str | None = None
     _compiled: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -60,6 +64,13 @@ class Generator:
         for name, value in (("policy", self.policy), ("budget", self.budget), ("scorers", self.scorers)):
             if isinstance(value, Sequence) and len(value) != layers:
                 raise UserError(f"{name} has {len(value)} entries; the model has {layers} layers")
+        cache_dtype_of(self.cache_dtype, self.model.dtype)
+        for policy in self.policies:
+            if self.cache_dtype is not None and policy.rewrites:
+                raise UserError(
+                    f"cache_dtype {self.cache_dtype}: policy {policy.name} rewrites cached rows, which would be rounded "
+                    "again at every step; leave cache_dtype out or take another policy"
+                )
         if self.budget is not None:
             self.plans(0)  # Refuses an impossible budget before any work.
 
@@ -75,6 +86,7 @@ class Generator:
         window: int = 32,
         pin_prompt: bool = False,
         dtype: DTypeLike | None = None,
+        cache_dtype: str | None = None,
     ) -> "Generator":
         """A generator from files.
 
@@ -86,6 +98,7 @@ class Generator:
             sinks, window: of policies that have them.
             pin_prompt: never evict the prompt.
             dtype: of the weights; by default float32 on a CPU, bfloat16 on an accelerator.
+            cache_dtype: "int8" or "fp8" to quantise cached keys and values; None for `dtype`.
 
         Raises:
             UserError: files that cannot be read or do not belong together, an unknown policy, one without its scorer, a
@@ -94,12 +107,13 @@ class Generator:
         loaded = load_model(model, dtype)
         if scorer is None:
             name = policy or "dense"
-            return cls(loaded, make(name, PolicySettings(sinks, window)), budget, pin_prompt=pin_prompt)
+            made = make(name, PolicySettings(sinks, window))
+            return cls(loaded, made, budget, pin_prompt=pin_prompt, cache_dtype=cache_dtype)
         trained = load_scorer(scorer, loaded, budgets=() if budget is None else (budget,))
         name = policy or trained.policy
         made = make(name, PolicySettings(trained.sinks, trained.window, trained.scorer))
         owned = [trained.params if part == trained.policy else None for part in name.split("+")]
-        return cls(loaded, made, budget, _by_layer(owned, loaded.config.num_layers), pin_prompt)
+        return cls(loaded, made, budget, _by_layer(owned, loaded.config.num_layers), pin_prompt, cache_dtype)
 
     @property
     def policies(self) -> tuple[Policy, ...]:
@@ -115,7 +129,8 @@ class Generator:
             UserError: a budget leaves no pool.
         """
         config = self.model.config
-        size = entry_bytes(config.head_dim, self.model.dtype)
+        dtype = cache_dtype_of(self.cache_dtype, self.model.dtype)
+        size, rows = entry_bytes(config.head_dim, dtype), None if self.cache_dtype is None else dtype.name
         if self.budget is None:
             budgets = uniform_budgets(length, config.num_layers)
         elif isinstance(self.budget, Sequence):
@@ -125,7 +140,8 @@ class Generator:
             budgets = spread(self.budget, config.num_layers)
         multiple = SLOT_MULTIPLE.get(platform(), 1)
         pairs = zip(self.policies, budgets, strict=True)
-        return tuple(policy.plan(budget, config, size).aligned(multiple) for policy, budget in pairs)
+        plans = (policy.plan(budget, config, size).aligned(multiple) for policy, budget in pairs)
+        return tuple(replace(plan, rows=rows) for plan in plans)
 
     def check_prompt(self, length: int) -> None:
         """Refuses to pin a prompt that would leave some layer no pool.

@@ -56,6 +56,7 @@ def compose(prefill: Policy, decode: Policy, prefill_budget: int | None = None) 
         take_over=take_over,
         step=step,
         priorities=None,
+        rewrites=decode.rewrites,
         layer_budgets=prefill.layer_budgets if spreads else decode.layer_budgets,
     )
 
