@@ -86,6 +86,7 @@ def make(settings: PolicySettings) -> Policy:
         take_over=take_over,
         step=step,
         priorities=None,
+        shrinks=True,
     )
 
 

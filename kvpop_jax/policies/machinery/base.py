@@ -97,6 +97,7 @@ class Policy:
             uses. None for policies that have no such form.
         rewrites: steps change rows that are cached already, or read all of them back; a cache of quantised rows would be
             widened and rounded again at every step, so it is refused.
+        shrinks: a step may leave a head fewer tokens than it had, so the most that were live must be counted step by step.
         layer_budgets: (average budget, layers) -> budget of every layer; their sum is exactly layers * budget.
     """
 
@@ -110,6 +111,7 @@ class Policy:
     step: Callable[[Any, LayerCache, NewToken, CachePlan], tuple[Float[Array, "B H D"], LayerCache]]
     priorities: Callable[[Any, Prompt], Float[Array, "B K S"]] | None
     rewrites: bool = False
+    shrinks: bool = False
     layer_budgets: Callable[[int, int], tuple[int, ...]] = uniform_budgets
 
 

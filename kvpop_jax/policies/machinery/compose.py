@@ -57,6 +57,7 @@ def compose(prefill: Policy, decode: Policy, prefill_budget: int | None = None) 
         step=step,
         priorities=None,
         rewrites=decode.rewrites,
+        shrinks=decode.shrinks,
         layer_budgets=prefill.layer_budgets if spreads else decode.layer_budgets,
     )
 
