@@ -13,7 +13,8 @@ _COLUMNS = (
     "length", "cut", "prompt kept", "tokens/s", "cache",
 )  # fmt: skip
 _ACCOUNT_COLUMNS = (
-    "policy", "budget", "sinks", "window", "pool", "state", "scratch", "peak live", "allocated", "type", "bytes per sequence",
+    "policy", "budget", "sinks", "window", "pool", "state", "scratch", "peak live", "allocated", "type",
+    "bytes per sequence",
 )  # fmt: skip
 _DIFFERENCE_COLUMNS = ("task", "budget", "metric", "policy", "difference", "95 % interval", "n")
 _AVERAGE_COLUMNS = ("group", "policy", "budget", "value", "95 % interval", "tasks")

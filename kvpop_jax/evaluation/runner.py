@@ -206,5 +206,6 @@ def _conditions(model: LoadedModel, settings: EvalSettings, complete: bool) -> s
     state = "" if complete else "**Incomplete: the evaluation was interrupted, and this is what had finished.** "
     return (
         f"{state}Model `{model.source}`; {settings.rollouts} rollout(s) per problem, {sampling}, seed {settings.seed}. "
-        f"{pinned} {quantised}Intervals are 95 %: bootstrap over problems for graded tasks, Student over windows for text."
+        f"{pinned} {quantised}"
+        f"Intervals are 95 %: bootstrap over problems for graded tasks, Student over windows for text."
     )

@@ -21,7 +21,6 @@ from kvpop_jax.models import DecoderParams, LayerInputs, ModelConfig, apply_laye
 from kvpop_jax.models.rope import rope_frequencies
 from kvpop_jax.policies import NewToken, Policy, Prompt, read_prompt
 
-
 TOKENS_AT_ONCE = 8192
 """Tokens of prompts in one matrix product: enough to fill a device, few enough that the feed-forward's hidden layer is a
 small part of what a long prompt needs (2 x 12,288 numbers a token in Qwen3-8B, whose residual stream has 4,096)."""

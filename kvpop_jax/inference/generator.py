@@ -16,6 +16,7 @@ from kvpop_jax.cache import CachePlan, cache_dtype_of, entry_bytes
 from kvpop_jax.errors import UserError
 from kvpop_jax.inference import decode
 from kvpop_jax.inference.decode import Setup
+from kvpop_jax.inference.memory import memory_explained
 from kvpop_jax.inference.results import CacheReport, Completion, cache_reports, completion, own_tokens
 from kvpop_jax.inference.sampling import SamplingParams
 from kvpop_jax.models import LoadedModel, load_model
@@ -170,13 +171,26 @@ class Generator:
             progress: called after each dispatch with the number of new tokens of unfinished rows.
 
         Raises:
-            UserError: an empty prompt, one too long for the model, one that pinning leaves no pool for, or seeds that
-                are not one per prompt.
+            UserError: an empty prompt, one too long for the model, one that pinning leaves no pool for, tokens that the
+                model does not have, seeds that are not one per prompt, or caches that do not fit on the device.
         """
         if not prompts:
             return []
+        self.check_stop_tokens(sampling)
         setup, token_BS, length_B = self._prepare(prompts, sampling.max_new_tokens)
         seed_B = row_seeds(seeds, len(prompts))
+        with memory_explained(setup, len(prompts), self.model.dtype):
+            return self._generate(setup, token_BS, length_B, seed_B, sampling, progress)
+
+    def _generate(
+        self,
+        setup: Setup,
+        token_BS: Int[np.ndarray, "B S"],
+        length_B: Int[np.ndarray, "B"],
+        seed_B: Int[np.ndarray, "B"],
+        sampling: SamplingParams,
+        progress: Callable[[int], None] | None,
+    ) -> list[Completion]:
         start, steps = self._start_program(setup, sampling), self.steps_program(setup, sampling, STEPS_PER_DISPATCH)
         state = start(self.model.params, self.layer_scorers, token_BS, length_B, seed_B)
         tokens: list[Array] = []
@@ -191,7 +205,7 @@ class Generator:
             if bool(state.done_B.all()):
                 break
         token_nB, log_prob_nB = np.concatenate(jax.device_get(tokens)), np.concatenate(jax.device_get(log_probs))
-        own_B = own_tokens(token_nB, setup.config, sampling, np.full(len(prompts), sampling.max_new_tokens))
+        own_B = own_tokens(token_nB, setup.config, sampling, np.full(len(seed_B), sampling.max_new_tokens))
         rows = zip(own_B, token_nB.T, log_prob_nB.T, cache_reports(setup, state.caches, state.usage), strict=True)
         return [
             completion(token_n[:own].tolist(), log_prob_n[:own].tolist(), sampling, report)
@@ -204,9 +218,12 @@ class Generator:
         Raises:
             UserError: as `generate`.
         """
+        self.check_stop_tokens(sampling)
         setup, token_BS, length_B = self._prepare([prompt], sampling.max_new_tokens)
         start, steps = self._start_program(setup, sampling), self.steps_program(setup, sampling, 1)
-        state = start(self.model.params, self.layer_scorers, token_BS, length_B, row_seeds([seed], 1))
+        with memory_explained(setup, 1, self.model.dtype):
+            state = start(self.model.params, self.layer_scorers, token_BS, length_B, row_seeds([seed], 1))
+            jax.block_until_ready(state.token_B)
         for _ in range(sampling.max_new_tokens):
             if bool(state.done_B[0]):
                 return
@@ -234,7 +251,9 @@ class Generator:
         prefill = self.compiled("prefill", setup, lambda: jax.jit(partial(decode.prefill, setup)))
         step = self.compiled("step", setup, lambda: jax.jit(partial(decode.decode_step, setup), donate_argnums=(2,)))
         seed_B = row_seeds(seeds, B)
-        logits_BV, caches = prefill(self.model.params, self.layer_scorers, token_BS, length_B, seed_B)
+        with memory_explained(setup, B, self.model.dtype):
+            logits_BV, caches = prefill(self.model.params, self.layer_scorers, token_BS, length_B, seed_B)
+            jax.block_until_ready(logits_BV)
         usage = _usage(caches, length_B)
         yield logits_BV
         for t in range(prompt_length, T - 1):
@@ -246,6 +265,29 @@ class Generator:
             usage = _higher(usage, now)
             yield logits_BV
         return cache_reports(setup, caches, usage)
+
+    def check_tokens(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Refuses token ids that the model does not have: a look-up would quietly take another.
+
+        Raises:
+            UserError: naming the prompt and the id.
+        """
+        size = self.model.config.vocab_size
+        for row, prompt in enumerate(prompts):
+            for token in (min(prompt), max(prompt)) if len(prompt) else ():
+                if not 0 <= token < size:
+                    raise UserError(f"prompt {row} has token {token}; the model's tokens are 0 to {size - 1}")
+
+    def check_stop_tokens(self, sampling: SamplingParams) -> None:
+        """Refuses stop tokens that the model cannot make.
+
+        Raises:
+            UserError: naming the id.
+        """
+        size = self.model.config.vocab_size
+        for token in sampling.stop_tokens:
+            if not 0 <= token < size:
+                raise UserError(f"stop_tokens has {token}; the model's tokens are 0 to {size - 1}")
 
     def setup(self, lengths: Sequence[int], new_tokens: int) -> Setup:
         """What is fixed for prompts of those lengths with up to `new_tokens` more each.
@@ -295,6 +337,7 @@ class Generator:
     def _prepare(self, prompts, new_tokens):
         lengths = [len(prompt) for prompt in prompts]
         setup = self.setup(lengths, new_tokens)
+        self.check_tokens(prompts)
         return setup, padded(prompts, bucket(max(lengths))), np.asarray(lengths, np.int32)
 
     def _start_program(self, setup, sampling):
