@@ -203,7 +203,8 @@ def _run(
                 clock.firsts += [clock.now()] * count
         # The caller has them while the device is at work on what was just dispatched.
         yield from ended
-        ended = _collect(setup, state, (token_nB, log_prob_nB), sampling, held, clock)
+        with memory_explained(setup, rows, generator.model.dtype):  # what a dispatch lacks may only be known here
+            ended = _collect(setup, state, (token_nB, log_prob_nB), sampling, held, clock)
         progress(clock.statistics())
     yield from ended
 

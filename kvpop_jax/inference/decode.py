@@ -22,8 +22,8 @@ from kvpop_jax.models.rope import rope_frequencies
 from kvpop_jax.policies import NewToken, Policy, Prompt, read_prompt
 
 TOKENS_AT_ONCE = 8192
-"""Tokens of prompts in one matrix product: enough to fill a device, few enough that the feed-forward's hidden layer is a
-small part of what a long prompt needs (2 x 12,288 numbers a token in Qwen3-8B, whose residual stream has 4,096)."""
+"""Tokens of prompts in one matrix product: enough to fill a device, few enough that the feed-forward's hidden layer is
+a small part of what a long prompt needs (2 x 12,288 numbers a token in Qwen3-8B, whose residual stream has 4,096)."""
 
 
 @jax.tree_util.register_dataclass
@@ -222,8 +222,8 @@ def decode_steps(
         state, emitted = lax.scan(one, state, length=together)
         return replace(state, usage=higher_usage(state.usage, cache_usage(state.caches, state.prompt_B))), emitted
 
-    # A cache that only fills up is fullest at the end, and that of a row that has ended stays as it was: one count tells
-    # all of the steps before it.
+    # A cache that only fills up is fullest at the end, and that of a row that has ended stays as it was: one count
+    # tells all of the steps before it.
     together = 1 if any(policy.shrinks for policy in setup.policies) else steps
     state, emitted = lax.scan(stretch, state, length=steps // together)
     token_nB, log_prob_nB = (x.reshape(steps, -1) for x in emitted)

@@ -69,8 +69,8 @@ class Generator:
         for policy in self.policies:
             if self.cache_dtype is not None and policy.rewrites:
                 raise UserError(
-                    f"cache_dtype {self.cache_dtype}: policy {policy.name} rewrites cached rows, which would be rounded "
-                    "again at every step; leave cache_dtype out or take another policy"
+                    f"cache_dtype {self.cache_dtype}: policy {policy.name} rewrites cached rows, which would be "
+                    "rounded again at every step; leave cache_dtype out or take another policy"
                 )
         if self.budget is not None:
             self.plans(0)  # Refuses an impossible budget before any work.

@@ -53,8 +53,9 @@ def test_a_batch_that_does_not_fit_is_refused_by_its_size_and_what_to_lower():
     slots = (1 << 19) + 1  # and TOVA's scratch
     wanted = 8 * CONFIG.num_layers * CONFIG.num_kv_heads * slots * 2 * (CONFIG.head_dim + 4)
     assert cache_bytes(setup, 8, jnp.float32) == wanted
-    with pytest.raises(UserError, match=r"of 8 rows alone take 0\.625 GiB, .* lower the rows \(batch_size\)"):
-        with memory_explained(setup, 8, jnp.float32):
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 bytes.")
-    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), memory_explained(setup, 8, jnp.float32):
+    explained = partial(memory_explained, setup, 8, jnp.float32)
+    said = r"of 8 rows alone take 0\.625 GiB, .* lower the rows \(batch_size\)"
+    with pytest.raises(UserError, match=said), explained():
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 bytes.")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), explained():
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")

@@ -65,7 +65,7 @@ def test_policies_whose_steps_rewrite_the_cache_are_refused_by_name(name):
 
 @pytest.mark.core
 def test_an_unknown_format_is_refused_with_those_there_are():
-    with pytest.raises(UserError, match="cache_dtype must be int8 or fp8, .* not 'int4'"):
+    with pytest.raises(UserError, match=r"cache_dtype must be int8 or fp8, .* not 'int4'"):
         Generator(tiny_model(), make_policy("tova"), BUDGET, cache_dtype="int4")
 
 

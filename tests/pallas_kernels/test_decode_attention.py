@@ -26,7 +26,7 @@ LONG = Case(batch=1, kv_heads=2, group=2, slots=4097)
 @pytest.mark.core
 @pytest.mark.parametrize("name", ROW_DTYPES)
 def test_quantised_rows_are_attended_to_as_they_are_read_within_the_bound_of_their_format(name):
-    """Keys off by e move a score by at most |q| |e|, so a probability by a factor of e^(2 |q| |e|); values add their own."""
+    """Keys off by e move a score by at most |q| |e|, and a probability by e^(2 |q| |e|); values add theirs."""
     x = random_inputs(LONG, "float32")
     x = replace(x, q_BHD=x.q_BHD / 8)
     names = "k_BKCD", "v_BKCD", "k_new_BKD", "v_new_BKD"

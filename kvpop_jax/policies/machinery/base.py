@@ -95,9 +95,9 @@ class Policy:
         step: (parameters, cache, new token, plan) -> attention output, cache.
         priorities: (parameters, prompt) -> static priority of every token [B, K, S]: the parallel form that training
             uses. None for policies that have no such form.
-        rewrites: steps change rows that are cached already, or read all of them back; a cache of quantised rows would be
-            widened and rounded again at every step, so it is refused.
-        shrinks: a step may leave a head fewer tokens than it had, so the most that were live must be counted step by step.
+        rewrites: steps change rows that are cached already, or turn all of them; quantised ones would be widened and
+            rounded again at every step, so they are refused.
+        shrinks: a step may leave a head fewer tokens than it had, so what is live must be counted at every step.
         layer_budgets: (average budget, layers) -> budget of every layer; their sum is exactly layers * budget.
     """
 
