@@ -202,8 +202,10 @@ def _conditions(model: LoadedModel, settings: EvalSettings, complete: bool) -> s
         "greedy" if temperature == 0 else f"temperature {temperature}, top-k {settings.top_k}, top-p {settings.top_p}"
     )
     pinned = "The prompt was exempt from eviction." if settings.pin_prompt else "The prompt could be evicted."
+    quantised = "" if settings.cache_dtype is None else f"Keys and values were cached in {settings.cache_dtype}. "
     state = "" if complete else "**Incomplete: the evaluation was interrupted, and this is what had finished.** "
     return (
         f"{state}Model `{model.source}`; {settings.rollouts} rollout(s) per problem, {sampling}, seed {settings.seed}. "
-        f"{pinned} Intervals are 95 %: bootstrap over problems for graded tasks, Student over windows for text."
+        f"{pinned} {quantised}"
+        f"Intervals are 95 %: bootstrap over problems for graded tasks, Student over windows for text."
     )

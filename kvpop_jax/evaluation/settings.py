@@ -31,6 +31,8 @@ class EvalSettings:
         window: Most recent tokens, the query included, that are protected, for policies with a window; null takes what
             the scorer was trained with, or 32 without a scorer.
         pin_prompt: Never evict the prompt; it counts in the budget, and a budget it would fill is refused.
+        cache_dtype: int8 or fp8 to keep keys and values in 8 bits, one scale for each token and KV head, under every
+            policy, dense included; null keeps the type of the weights. Budgets stay entries per KV head.
         context: Context in tokens that compression is measured against: 1 - entries / context; null takes the task's.
         data_dir: Folder of the task files (`aime25.jsonl`, `squad.json`, ...) and of running text (`longtext/*.txt`).
         text: Text file that `lm` reads, and that `passkey` and RULER hide things in, instead of `data_dir/longtext`.
@@ -62,6 +64,7 @@ class EvalSettings:
     sinks: int | None = None
     window: int | None = None
     pin_prompt: bool = False
+    cache_dtype: Literal["int8", "fp8"] | None = None
     context: int | None = None
     data_dir: str | None = None
     text: str | None = None
