@@ -5,6 +5,7 @@ from typing import Literal
 
 from kvpop_jax.errors import UserError
 from kvpop_jax.policies.machinery.settings import MethodSettings
+from kvpop_jax.sharding import MeshSettings
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class EvalSettings:
         depths: Where `passkey` hides its key, as fractions of the text before it.
         prefix: Share of an `lm` window that is read as the prompt; the rest is scored token by token.
         methods: Hyper-parameters of the published policies.
+        mesh: The devices that the model and the rows are spread over, all of one process; several processes share the
+            rollouts among them.
     """
 
     policies: tuple[str, ...] = ("dense", "streaming_llm", "tova", "random", "kvpop")
@@ -74,6 +77,7 @@ class EvalSettings:
     depths: tuple[float, ...] = (0.1, 0.5, 0.9)
     prefix: float = 0.5
     methods: MethodSettings = MethodSettings()
+    mesh: MeshSettings = MeshSettings()
 
     def __post_init__(self) -> None:
         for name in ("policies", "tasks"):

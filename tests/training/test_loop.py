@@ -111,10 +111,11 @@ def test_a_killed_run_resumes_with_the_same_next_losses(undisturbed, tmp_path, m
     assert _losses(tmp_path) == _losses(undisturbed)
 
 
-def test_a_signal_saves_and_stops_and_the_same_command_goes_on(undisturbed, tmp_path, monkeypatch):
+def test_a_signal_saves_and_stops_and_the_same_command_goes_on(undisturbed, tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         _at_batch(patch, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
-        assert loop.run(_config(tmp_path)) == 128 + signal.SIGTERM
+        assert loop.run(_config(tmp_path)) == 0
+    assert "stopped by SIGTERM; the same command resumes" in capsys.readouterr().out
     assert [row["step"] for row in _rows(tmp_path)] == [1, 2, 3]
     assert loop.run(_config(tmp_path)) == 0
     assert _losses(tmp_path) == _losses(undisturbed)
