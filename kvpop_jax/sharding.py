@@ -194,6 +194,7 @@ def on_host(tree: Any, keep: bool) -> Any:
 
     def fetch(leaf: jax.Array) -> np.ndarray | None:
         if not leaf.is_fully_addressable:
+            assert isinstance(leaf.sharding, NamedSharding)
             leaf = jax.jit(_same, out_shardings=NamedSharding(leaf.sharding.mesh, PartitionSpec()))(leaf)
         return np.asarray(leaf) if keep else None
 

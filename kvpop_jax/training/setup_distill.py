@@ -12,7 +12,7 @@ from kvpop_jax import policies, sharding
 from kvpop_jax.cache import CachePlan, entry_bytes
 from kvpop_jax.config import TrainConfig
 from kvpop_jax.errors import UserError
-from kvpop_jax.models import DecoderParams, LoadedModel, fingerprint, load_model
+from kvpop_jax.models import DecoderParams, LoadedModel, ModelConfig, fingerprint, load_model
 from kvpop_jax.policies import Policy, PolicySettings
 from kvpop_jax.scorers import Scorer, dims_of
 from kvpop_jax.scorers.files import ScorerSettings, load_scorer, make_scorer, save_scorer
@@ -34,15 +34,8 @@ def prepare_distill(config: TrainConfig, mesh: Mesh) -> Setup:
     # Weights that are trained start from float32; frozen ones are only ever held in the type they compute in.
     model = load_model(str(config.model.source), dtype if config.freeze_base else jnp.float32, mesh)
     check_mesh(config, model.config, mesh)
-    settings = scorer_settings(config)
-    scorer = None if settings is None else make_scorer(settings, dims_of(model.config))
-    policy = policies.make(config.policy.name, PolicySettings(config.policy.sinks, config.policy.window, scorer))
-    student = make_student(config, policy, scorer)
-    if config.freeze_base and scorer is None:
-        raise UserError(f"freeze_base leaves policy {config.policy.name} nothing to train; it has no scorer")
-    plans = {budget: _plan(policy, model, budget, dtype) for budget in config.policy.budgets}
-    student = replace(student, capacity=max(plan.capacity for plan in plans.values()))
-    weights = _starting_weights(config, model, scorer, mesh)
+    student, plans = configured_student(config, model.config, dtype)
+    weights = _starting_weights(config, model, student.scorer, mesh)
     if config.freeze_base:
         objective = distill.train_scorer(model.config, student, remat=config.remat)
         measure = distill.distance(model.config, student)
@@ -61,6 +54,25 @@ def prepare_distill(config: TrainConfig, mesh: Mesh) -> Setup:
         data=open_data(config, model.tokenizer, longest_prompt=_longest_prompt(config, plans)),
         export=partial(_export, config, student, plans, replace(model, params=frozen)),
     )
+
+
+def configured_student(
+    config: TrainConfig, model: ModelConfig, dtype: jnp.dtype
+) -> tuple[Student, dict[int, CachePlan]]:
+    """The student of a model of those sizes, and what each budget is spent on.
+
+    Raises:
+        UserError: a policy without an expiry form, a budget without a pool, or nothing to train.
+    """
+    settings = scorer_settings(config)
+    scorer = None if settings is None else make_scorer(settings, dims_of(model))
+    policy = policies.make(config.policy.name, PolicySettings(config.policy.sinks, config.policy.window, scorer))
+    student = make_student(config, policy, scorer)
+    if config.freeze_base and scorer is None:
+        raise UserError(f"freeze_base leaves policy {config.policy.name} nothing to train; it has no scorer")
+    size = entry_bytes(model.head_dim, dtype)
+    plans = {budget: policy.plan(budget, model, size) for budget in config.policy.budgets}
+    return replace(student, capacity=max(plan.capacity for plan in plans.values())), plans
 
 
 def _starting_weights(config: TrainConfig, model: LoadedModel, scorer: Scorer | None, mesh: Mesh) -> Groups:
@@ -104,10 +116,6 @@ def make_student(config: TrainConfig, policy: Policy, scorer: Scorer | None) -> 
 def _stacked(params: DecoderParams, dtype: jnp.dtype) -> DecoderParams:
     """The dense model as steps read it."""
     return stack_layers(jax.tree.map(lambda leaf: jnp.array(leaf, dtype, copy=True), params))
-
-
-def _plan(policy: Policy, model: LoadedModel, budget: int, dtype: jnp.dtype) -> CachePlan:
-    return policy.plan(budget, model.config, entry_bytes(model.config.head_dim, dtype))
 
 
 def _longest_prompt(config: TrainConfig, plans: dict[int, CachePlan]) -> int | None:
