@@ -88,7 +88,7 @@ def arranged(sizes: tuple[int, int, int], devices: Sequence[jax.Device]) -> np.n
     Raises:
         UserError: the first size is not a multiple of the number of slices.
     """
-    slices = len({device.slice_index for device in devices})
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
     if slices == 1:
         return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
     data, *inner = sizes

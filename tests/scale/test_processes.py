@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_run import losses, save_base, stateless, write_config
+from scale.tiny_run import losses, save_base, stateless, write_config
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.multiprocess
