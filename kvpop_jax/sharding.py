@@ -50,6 +50,11 @@ class MeshSettings:
             if getattr(self, name) < 1:
                 raise UserError(f"mesh.{name} is {getattr(self, name)}; it must be at least 1")
 
+    def only_model(self, what: str) -> None:
+        """Refuses to cut rows, for `what` has to hand them out one by one."""
+        if self.data * self.fsdp > 1:
+            raise UserError(f"{what}: data is {self.data} and fsdp {self.fsdp}; both must be 1, only model may be more")
+
 
 def global_mesh(settings: MeshSettings) -> Mesh:
     """The mesh of a whole run. A single process may leave devices out; several must use all of theirs.

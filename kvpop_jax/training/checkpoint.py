@@ -36,11 +36,6 @@ def open_checkpoints(folder: Path, settings: CheckpointConfig) -> ocp.training.C
     )
 
 
-def latest_step(checkpoints: ocp.training.Checkpointer) -> int:
-    """Steps done at the latest checkpoint, 0 if there is none."""
-    return 0 if checkpoints.latest is None else checkpoints.latest.step
-
-
 def save(
     checkpoints: ocp.training.Checkpointer, step: int, state: TrainState, data: grain.DatasetIterator, loss: float
 ) -> None:

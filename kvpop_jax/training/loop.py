@@ -32,8 +32,6 @@ from kvpop_jax.training.setup_distill import prepare_distill
 from kvpop_jax.training.step import TrainState, init_state, make_measure, make_step, part_names
 
 PREPARE = {"pretrain": prepare_pretrain, "distill": prepare_distill}
-WHERE = ("mesh", "processes")
-"""Sections that say where a run runs, not what it is: they may change when it goes on."""
 
 
 def run(config: TrainConfig) -> int:
@@ -250,13 +248,16 @@ def _claim(folder: Path, config: TrainConfig) -> None:
             scratch.write_text(cli.to_yaml(config))
             os.replace(scratch, path)  # another process may be about to read it
         return
-    old, new = (
-        {section: values for section, values in content.items() if section not in WHERE}
-        for content in (yaml.safe_load(path.read_text()), cli.to_plain(config))
-    )
-    changed = list(cli.differences(old, new))
+    changed = list(cli.differences(_what(yaml.safe_load(path.read_text())), _what(cli.to_plain(config))))
     if changed:
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
         raise UserError(
             f"{folder} holds a run with another configuration ({'; '.join(changed[:3])}{more}); change name"
         )
+
+
+def _what(plain: dict[str, Any]) -> dict[str, Any]:
+    """A configuration without the sections that say where it runs: they may change when a run goes on."""
+    where = ("mesh", "processes")
+    evaluation = {name: value for name, value in (plain.get("eval") or {}).items() if name not in where}
+    return {name: value for name, value in plain.items() if name not in where} | {"eval": evaluation}

@@ -41,9 +41,11 @@ def write_rollouts(config: TrainConfig, folder: Path) -> None:
     the folder `rollouts_cut` beside it. A completion depends on the prompt, the seed and its number alone.
 
     Raises:
-        UserError: a prompt file or model that cannot be read, or a prompt too long for the model.
+        UserError: a prompt file or model that cannot be read, a prompt too long for the model, or a mesh of which more
+            than `model` is above 1.
     """
     settings = config.rollout
+    config.mesh.only_model("mesh of method rollout")
     prompts = [row for path in _prompt_files(settings.prompts) for row in _read_prompts(path)]
     folders = {"stop": folder, "length": folder.with_name(folder.name + "_cut")}
     for part in folders.values():

@@ -27,7 +27,7 @@ from kvpop_jax.errors import UserError
 from kvpop_jax.models import load_model
 from kvpop_jax.processes import ProcessSettings
 from kvpop_jax.sharding import MeshSettings
-from kvpop_jax.training import checkpoint, loop
+from kvpop_jax.training import loop
 from kvpop_jax.training.metrics import DivergedError
 from kvpop_jax.training.step import make_step
 
@@ -198,8 +198,7 @@ def test_divergence_stops_the_run_and_keeps_the_good_checkpoint(tmp_path, monkey
     config = _config(tmp_path)
     with pytest.raises(DivergedError, match="step 4: cross_entropy is nan"):
         loop.run(config)
-    with checkpoint.open_checkpoints(tmp_path / "run" / "checkpoints", config.checkpoint) as saved:
-        assert checkpoint.latest_step(saved) == 2
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["2"]
     assert [row["step"] for row in _rows(tmp_path)] == [1, 2, 3]
 
 

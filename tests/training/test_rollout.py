@@ -1,7 +1,6 @@
-"""Method rollout: what the model writes is data that a training reads; a stopped run goes on, and bad prompts are named."""
+"""Method rollout: the model writes data that a training reads; a stopped run goes on, and bad prompts are named."""
 
 import json
-from pathlib import Path
 
 import pytest
 from scale.tiny_run import save_base
