@@ -125,16 +125,27 @@ def check(config: "ModelConfig", mesh: Mesh, batch_size: int | None = None) -> N
     Raises:
         UserError: naming the size and the mesh axis.
     """
-    rows = mesh.shape["data"] * mesh.shape["fsdp"]
-    wanted = (
-        ("num_kv_heads", config.num_kv_heads, "model", mesh.shape["model"], "an eviction must not cross devices"),
-        ("intermediate_size", config.intermediate_size, "model", mesh.shape["model"], "columns are cut evenly"),
-        ("hidden_size", config.hidden_size, "fsdp", mesh.shape["fsdp"], "weights are cut evenly along it"),
-        ("batch_size", batch_size, "data x fsdp", rows, "every device works on whole rows"),
-    )
-    for name, size, axis, parts, reason in wanted:
-        if size is not None and size % parts:
-            raise UserError(f"{name} {size} does not divide over {parts} devices of mesh axis {axis}: {reason}")
+    model, fsdp = mesh.shape["model"], mesh.shape["fsdp"]
+    _check("num_kv_heads", config.num_kv_heads, "model", model, "an eviction must not cross devices")
+    _check("intermediate_size", config.intermediate_size, "model", model, "columns are cut evenly")
+    _check("hidden_size", config.hidden_size, "fsdp", fsdp, "weights are cut evenly along it")
+    if batch_size is not None:
+        check_rows(batch_size, mesh)
+
+
+def check_rows(batch_size: int, mesh: Mesh, name: str = "batch_size") -> None:
+    """Refuses a number of rows, called `name`, that the mesh does not divide.
+
+    Raises:
+        UserError: naming the number and the mesh axes.
+    """
+    parts = mesh.shape["data"] * mesh.shape["fsdp"]
+    _check(name, batch_size, "data x fsdp", parts, "every device works on whole rows")
+
+
+def _check(name: str, size: int, axis: str, parts: int, reason: str) -> None:
+    if size % parts:
+        raise UserError(f"{name} {size} does not divide over {parts} devices of mesh axis {axis}: {reason}")
 
 
 def spec_of(letters: str, mesh: Any) -> PartitionSpec:

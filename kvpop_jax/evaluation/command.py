@@ -112,7 +112,8 @@ def main(argv: Sequence[str]) -> int:
     check(command)
     processes.join(command.processes)
     try:
-        with jax.set_mesh(local_mesh(command.mesh)) as mesh:
+        mesh = local_mesh(command.mesh)
+        with jax.set_mesh(mesh):
             model = load_model(str(command.model), None if command.dtype == "auto" else command.dtype, mesh)
             scorers = load_scorers(command.scorer, model)
             if command.prompt is not None:

@@ -76,6 +76,7 @@ def train_and_export(config: TrainConfig, folder: Path) -> int:
         0, or the signal that asked to stop; a checkpoint is then saved and nothing exported.
     """
     mesh = sharding.global_mesh(config.mesh)
+    sharding.check_rows(config.batch_size // config.accumulate, mesh, "batch_size / accumulate")
     if mesh.size > 1:
         print(f"mesh {', '.join(f'{name} {size}' for name, size in mesh.shape.items())}", flush=True)
     with jax.set_mesh(mesh):
@@ -222,7 +223,8 @@ def evaluate(config: TrainConfig, folder: Path) -> None:
     export = folder / "export"
     trained_model = (export / "config.json").exists()
     dtype = None if config.dtype == "auto" else config.dtype
-    with jax.set_mesh(sharding.local_mesh(config.eval.mesh)) as mesh:
+    mesh = sharding.local_mesh(config.eval.mesh)
+    with jax.set_mesh(mesh):
         model = load_model(str(export) if trained_model else str(config.model.source), dtype, mesh)
         scorers = {}
         if (export / "scorer.json").exists():

@@ -58,7 +58,8 @@ def write_rollouts(config: TrainConfig, folder: Path) -> None:
     }
     wait_for_all("read")  # before any of the files grows
     sampling = SamplingParams(settings.temperature, settings.top_k, settings.top_p, settings.max_new_tokens)
-    with jax.set_mesh(local_mesh(config.mesh)) as mesh:
+    mesh = local_mesh(config.mesh)
+    with jax.set_mesh(mesh):
         model = load_model(str(config.model.source), None if config.dtype == "auto" else config.dtype, mesh)
         conditions = {"model": model.fingerprint, "sampling": vars(sampling)}
         share = prompts[jax.process_index() :: jax.process_count()]

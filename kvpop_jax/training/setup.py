@@ -71,7 +71,6 @@ def prepare_pretrain(config: TrainConfig, mesh: Mesh) -> Setup:
     else:
         model = load_model(config.model.source, jnp.float32, mesh)
         model_config, params, tokenizer = model.config, model.params, model.tokenizer
-    check_mesh(config, model_config, mesh)
     return Setup(
         weights={"base": params},
         frozen=(),
@@ -119,15 +118,10 @@ def open_data(config: TrainConfig, tokenizer: Any, *, longest_prompt: int | None
     )
 
 
-def check_mesh(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> None:
-    """Refuses a mesh that does not divide the model or the rows that go through it at once."""
-    sharding.check(model, mesh, config.batch_size // config.accumulate)
-
-
 def _new_model(config: TrainConfig, mesh: Mesh) -> tuple[ModelConfig, Any, Any]:
     tokenizer = load_tokenizer(Path(config.model.tokenizer or ""))
     model_config = _new_model_config(config.model.init, tokenizer)
-    check_mesh(config, model_config, mesh)
+    sharding.check(model_config, mesh)
     params = init_params(model_config, jax.random.key(config.seed), jnp.dtype(jnp.float32))
     return model_config, sharding.place(params, mesh), tokenizer
 

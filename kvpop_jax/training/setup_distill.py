@@ -18,7 +18,7 @@ from kvpop_jax.scorers import Scorer, dims_of
 from kvpop_jax.scorers.files import ScorerSettings, load_scorer, make_scorer, save_scorer
 from kvpop_jax.training import distill
 from kvpop_jax.training.scan import stack_layers
-from kvpop_jax.training.setup import Setup, check_mesh, compute_dtype, export_model, make_optimizers, open_data
+from kvpop_jax.training.setup import Setup, compute_dtype, export_model, make_optimizers, open_data
 from kvpop_jax.training.step import Groups
 from kvpop_jax.training.student import Student
 
@@ -33,7 +33,6 @@ def prepare_distill(config: TrainConfig, mesh: Mesh) -> Setup:
     dtype = compute_dtype(config)
     # Weights that are trained start from float32; frozen ones are only ever held in the type they compute in.
     model = load_model(str(config.model.source), dtype if config.freeze_base else jnp.float32, mesh)
-    check_mesh(config, model.config, mesh)
     student, plans = configured_student(config, model.config, dtype)
     weights = _starting_weights(config, model, student.scorer, mesh)
     if config.freeze_base:
