@@ -27,8 +27,13 @@ def _start(arguments, log, devices=1):
 
 
 def _finish(processes, logs):
-    for process, log in zip(processes, logs, strict=True):
-        assert process.wait(timeout=300) == 0, log.read_text()[-3000:]
+    """Waits for them to end well; none outlives a failure."""
+    try:
+        for process, log in zip(processes, logs, strict=True):
+            assert process.wait(timeout=600) == 0, log.read_text()[-3000:]
+    finally:
+        for process in processes:
+            process.kill()
 
 
 def _train(config, log):
@@ -87,10 +92,11 @@ def test_two_processes_go_on_after_one_was_killed(base, tmp_path):
 
     config = replace(whole, output_dir=str(tmp_path / "pair"), evaluate=True)
     pair, logs = _pair(config, tmp_path / "pair", _free_port())
-    _wait_for(tmp_path / "pair" / "run" / "checkpoints" / "2", pair[0], logs[0])
-    pair[1].kill()
-    # The other one waits for it, and is what a scheduler would end with it.
-    pair[0].kill()
+    try:
+        _wait_for(tmp_path / "pair" / "run" / "checkpoints" / "2", pair[0], logs[0])
+    finally:
+        pair[1].kill()
+        pair[0].kill()  # it waits for the other one; a scheduler ends both
     assert [process.wait() for process in pair] == [-signal.SIGKILL] * 2
     assert not (tmp_path / "pair" / "run" / "export").exists()
     _finish(*_pair(config, tmp_path / "pair", _free_port()))
