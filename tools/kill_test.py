@@ -131,7 +131,7 @@ def _losses(config: TrainConfig) -> list[tuple[int, float]]:
 
 
 def _latest(config: TrainConfig) -> int:
-    """The latest checkpoint that carries its final name; a killed run may have logged one save more, not two."""
+    """The latest checkpoint that carries its final name."""
     folder = Path(config.output_dir) / config.name / "checkpoints"
     return max((int(path.name) for path in folder.glob("*") if path.name.isdigit()), default=0)
 
@@ -146,11 +146,9 @@ def _check(report: Report, config: TrainConfig, log: Path, expected: int) -> Non
     report.resumed.append(int(resumed[1]))
     if int(resumed[1]) != expected:
         report.lost.append(f"resumed at step {resumed[1]}, with a checkpoint of step {expected}")
-    done = _losses(config)
-    if (
-        done
-        and _latest(config) < done[-1][0] // config.checkpoint.every * config.checkpoint.every - config.checkpoint.every
-    ):
+    # A step's row is written before its save begins, and one save, the last, may have been under way.
+    every, done = config.checkpoint.every, _losses(config)
+    if done and _latest(config) < (done[-1][0] - 1) // every * every - every:
         report.lost.append(f"step {done[-1][0]} was done, and the latest checkpoint is of step {_latest(config)}")
 
 
