@@ -95,6 +95,7 @@ def test_no_visible_key_lies_in_a_tile_that_is_skipped_and_no_hidden_one_where_n
     S, chunk, capacity = 1024, 512, 400
     rng = np.random.default_rng(0)
     end_S = np.minimum(np.arange(S) + rng.geometric(0.004, S), S).astype(np.int32)
+    end_S[rng.random(S) < 0.7] = S
     end_S[:300] = np.minimum(end_S[:300], 310)
     end_BKS = jnp.asarray(end_S)[None, None]
     old = gpu_chunks.survivors(end_BKS, chunk, capacity)
