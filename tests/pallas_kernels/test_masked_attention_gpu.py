@@ -20,7 +20,7 @@ needs_mosaic_gpu = pytest.mark.skipif(_OLD_JAX, reason="Pallas Mosaic GPU kernel
 
 # Few heads: interpreting a thread block takes a quarter of a second.
 CASES = {
-    "seven_tokens_group_3": Case(((7,), (3, 4)), 7, kv_heads=2, group=3),
+    "seven_tokens_group_3": Case(((3, 4),), 7, group=3),
     "two_ragged_chunks": Case(((200,), (-3, 90, 100, -7)), 200, group=2, head_dim=128),
 }
 
