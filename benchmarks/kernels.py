@@ -176,9 +176,23 @@ def measure(case: Case, bandwidth: float, rate: float, bursts: int) -> list[Row]
     rows = []
     for form in case.forms:
         speed = work / median[form]
-        ratios = (median[form] / median[other] if other in median else None for other in (case.baseline, "reference"))
-        figures = median[form] * 1e3, speed / 1e12, unit, speed / ceiling, *ratios, errors.get(form)
-        rows.append(Row(case.op, case.shape, form, *figures))
+        of_baseline, of_reference = (
+            median[form] / median[other] if other in median else None for other in (case.baseline, "reference")
+        )
+        rows.append(
+            Row(
+                case.op,
+                case.shape,
+                form,
+                median[form] * 1e3,
+                speed / 1e12,
+                unit,
+                speed / ceiling,
+                of_baseline,
+                of_reference,
+                errors.get(form),
+            )
+        )
     return rows
 
 
@@ -198,7 +212,7 @@ def _error(got: np.ndarray, wanted: np.ndarray) -> float:
     finite = np.isfinite(wanted)
     if not np.array_equal(got[~finite], wanted[~finite]):
         return float("inf")
-    return float(np.max(np.abs(got - wanted)[finite]) / np.max(np.abs(wanted[finite])))
+    return float(np.max(np.abs(got[finite] - wanted[finite])) / np.max(np.abs(wanted[finite])))
 
 
 def program(case: Case, form: str, rounds: int) -> Callable[[Any], Any]:

@@ -41,28 +41,24 @@ def survivors(end_BKS: Int[Array, "B K S"], chunk: int, capacity: int) -> Surviv
     C = round_up(capacity, KEYS)
     position_BKS = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), end_BKS.shape)
     # One sort for all chunks: of what is alive at a chunk's start, the order is the same.
-    later_BKS, position_BKS = lax.sort((-end_BKS, position_BKS), num_keys=1, is_stable=False)
-    end_BKS = -later_BKS
+    earliest_BKS, position_BKS = lax.sort((-end_BKS, position_BKS), num_keys=1, is_stable=False)
 
     def at(first):
-        alive_BKS = (position_BKS < first) & (end_BKS > first)
-        place_BKS = jnp.cumsum(alive_BKS, axis=-1, dtype=jnp.int32)
+        alive_BKS = (position_BKS < first) & (-earliest_BKS > first)
+        place_BKS = jnp.cumsum(alive_BKS, axis=-1, dtype=jnp.int32) - 1
         # Places past the last one are dropped.
-        place_BKS = jnp.where(alive_BKS, place_BKS - 1, C + position_BKS)
-        return _scattered(S, C, position_BKS, end_BKS, place_BKS), alive_BKS.sum(-1) <= capacity
+        place_BKS = jnp.where(alive_BKS, place_BKS, C + position_BKS)
+        return jax.vmap(jax.vmap(put))(position_BKS, place_BKS), alive_BKS.sum(-1) <= capacity
+
+    def put(position_S, place_S):
+        empty_C = S + jnp.arange(C, dtype=jnp.int32)
+        return empty_C.at[place_S].set(position_S, mode="drop", unique_indices=True)
 
     firsts_n = jnp.arange(0, S, chunk, dtype=jnp.int32)
-    (position_nBKC, end_nBKC), fits_nBK = lax.map(at, firsts_n, batch_size=max(1, _ALL_AT_ONCE // end_BKS.size))
-    return Survivors(*(jnp.moveaxis(x, 0, 2) for x in (position_nBKC, end_nBKC, fits_nBK)))
-
-
-def _scattered(S, C, position_BKS, end_BKS, place_BKS):
-    def scatter(position_S, end_S, place_S):
-        empty_C = S + jnp.arange(C, dtype=jnp.int32)
-        put = dict(mode="drop", unique_indices=True)
-        return empty_C.at[place_S].set(position_S, **put), jnp.zeros(C, jnp.int32).at[place_S].set(end_S, **put)
-
-    return jax.vmap(jax.vmap(scatter))(position_BKS, end_BKS, place_BKS)
+    position_nBKC, fits_nBK = lax.map(at, firsts_n, batch_size=max(1, _ALL_AT_ONCE // end_BKS.size))
+    position_BKnC, fits_BKn = jnp.moveaxis(position_nBKC, 0, 2), jnp.moveaxis(fits_nBK, 0, 2)
+    take = jax.vmap(jax.vmap(lambda end_S, at_nC: end_S.at[at_nC].get(mode="fill", fill_value=0)))
+    return Survivors(position_BKnC, take(end_BKS, position_BKnC), fits_BKn)
 
 
 def gathered(x_BSKD: Float[Array, "B S K D"], old: Survivors) -> Float[Array, "B K N D"]:
