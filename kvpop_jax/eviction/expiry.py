@@ -7,6 +7,7 @@ query comes `window` after the k-th of those that outrank t, counted in the orde
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -14,7 +15,7 @@ from kvpop_jax.eviction.layout import TokenLayout, eligible_range, segment_stop
 from pallas_kernels.masked_attention import NEVER
 
 _COUNTED = 1024  # longest row ranked by comparing all pairs: GPU compilers take a third of a second over every sort
-_SIGN = jnp.uint32(1 << 31)
+_SIGN = np.uint32(1 << 31)
 _WORD = 32  # bits
 _MOST_BLOCKS = 512  # of a row; its table is at most _MOST_BLOCKS / _WORD times as long as the row
 

@@ -1,12 +1,13 @@
-"""Plain JAX mLSTM: what each chunk writes, a short scan over chunk states, then all read-outs at once.
+"""Plain JAX mLSTM: what each chunk writes, the states between chunks, then all read-outs at once.
 
 Within a chunk of L positions, b is the running sum of f (log forget gates) and a_j = b_L - b_j + i_j the log weight
 with which token j reaches the end of the chunk. A position t reads
 
     the state that entered the chunk, with log weight b_t + m, and each token j <= t, with log weight b_t - b_j + i_j
 
-both relative to M_t, their maximum (at least 0), which is the stabiliser m of the recurrent form at t. Memory is
-S x L for the read-outs and (S / L) X Y for the states; the S x L arrays are recomputed for the gradient.
+both relative to M_t, their maximum (at least 0), which is the stabiliser m of the recurrent form at t. States between
+chunks are read from what all chunks before wrote, by the same rule. Memory is S x L for the read-outs, (S / L) X Y for
+the states and (S / L)^2 for the weights between chunks; the S x L arrays are recomputed for the gradient.
 
 The normaliser n is what the memory c would hold for a value that is always 1. So every value gets a last entry 1, and
 one matrix of Z = Y + 1 columns carries both: its read-out is the numerator and, last, the denominator.
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.mlstm_chunkwise.state import MLSTMState
+from pallas_kernels.scans import running_max
 
 EPSILON = 1e-6
 
@@ -37,12 +39,14 @@ def mlstm_chunkwise(q_BSKX, k_BSKX, v_BSKY, i_BSK, f_BSK, state, segment_BS, chu
     real_nBL, run_nBL = split(segment_BS != 0), split(segment_runs(segment_BS))
     # Padding forgets nothing, and is masked wherever it would write or read.
     b_nBLK = jnp.cumsum(jnp.where(real_nBL[..., None], jax.nn.log_sigmoid(f_nBLK), 0), axis=2)
-    last_run_nB = lax.cummax(jnp.max(run_nBL, axis=2), axis=0)
-    entering_run_nB = jnp.concatenate([jnp.zeros_like(last_run_nB[:1]), last_run_nB[:-1]])
+    last_run_nB = running_max(jnp.max(run_nBL, axis=2).T).T
+    run_mB = jnp.concatenate([jnp.zeros_like(last_run_nB[:1]), last_run_nB])
+    entering_run_nB = run_mB[:-1]
 
     writes_n = jax.vmap(_chunk_writes)(k_nBLKX, v_nBLKZ, i_nBLK, b_nBLK, real_nBL, run_nBL, last_run_nB)
-    scanned = (writes_n, b_nBLK[:, :, -1], last_run_nB == entering_run_nB)
-    final, entering_n = lax.scan(_enter_chunk, _pack(state, dtype), scanned)
+    sources_m = jax.tree.map(lambda x, y_n: jnp.concatenate([x[None], y_n]), _pack(state, dtype), writes_n)
+    states_m = _chunk_states(sources_m, b_nBLK[:, :, -1], run_mB)
+    entering_n, final = jax.tree.map(lambda x: x[:-1], states_m), jax.tree.map(lambda x: x[-1], states_m)
 
     reads = jax.checkpoint(jax.vmap(_chunk_reads))
     h_nBLKY = reads(entering_n, q_nBLKX, k_nBLKX, v_nBLKZ, i_nBLK, b_nBLK, real_nBL, run_nBL, entering_run_nB)
@@ -72,7 +76,7 @@ def segment_runs(segment_BS):
     """Numbers the segments of each row 0, 1, ... in order; padding keeps the number of the segment before it."""
     real_BS = segment_BS != 0
     place_BS = jnp.where(real_BS, jnp.arange(segment_BS.shape[1]), -1)
-    last_BS = lax.cummax(place_BS, axis=1)
+    last_BS = running_max(place_BS)
     before_BS = jnp.pad(last_BS, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
     previous_BS = jnp.take_along_axis(segment_BS, jnp.maximum(before_BS, 0), axis=1)
     starts_BS = real_BS & (before_BS >= 0) & (previous_BS != segment_BS)
@@ -88,13 +92,21 @@ def _chunk_writes(k_BLKX, v_BLKZ, i_BLK, b_BLK, real_BL, run_BL, last_run_B):
     return _einsum("BLKX,BLKZ->BKXZ", weighted_BLKX, v_BLKZ), m_BK
 
 
-def _enter_chunk(before, chunk):
-    """Scan body: memory and m after a chunk, from those before it; gives out those before."""
-    (memory_BKXZ, before_BK), ((write_BKXZ, write_BK), total_forget_BK, goes_on_B) = before, chunk
-    kept_BK = jnp.where(goes_on_B[:, None], total_forget_BK + before_BK, -jnp.inf)
-    m_BK = _stabiliser(kept_BK, write_BK)
-    old_BK, new_BK = jnp.exp(kept_BK - m_BK), jnp.exp(write_BK - m_BK)
-    return (old_BK[..., None, None] * memory_BKXZ + new_BK[..., None, None] * write_BKXZ, m_BK), before
+def _chunk_states(sources, total_forget_nBK, run_mB):
+    """Memory and m at every edge between chunks, m = n + 1 of them, from what each edge adds: the first the state that
+    the row begins with, every other what the chunk before it writes.
+
+    One product of matrices: a scan over chunks would be thousands of small launches on a GPU.
+    """
+    source_mBKXZ, unit_mBK = sources
+    m = jnp.arange(run_mB.shape[0])
+    # Sums of the chunks between two edges, not differences of running sums: those would be of large numbers.
+    passed_mnBK = jnp.where((m[:, None] <= m[:-1])[..., None, None], total_forget_nBK, 0)
+    between_mmBK = jnp.pad(jnp.cumsum(passed_mnBK, axis=1), ((0, 0), (1, 0), (0, 0), (0, 0)))
+    there_mmB = (m[:, None] <= m)[..., None] & (run_mB[:, None] == run_mB)
+    weight_mmBK = jnp.where(there_mmB[..., None], between_mmBK + unit_mBK[:, None], -jnp.inf)
+    edge_mBK = _stabiliser(jnp.max(weight_mmBK, axis=0))
+    return _einsum("smBK,sBKXZ->mBKXZ", jnp.exp(weight_mmBK - edge_mBK), source_mBKXZ), edge_mBK
 
 
 def _chunk_reads(entering, q_BLKX, k_BLKX, v_BLKZ, i_BLK, b_BLK, real_BL, run_BL, entering_run_B):
