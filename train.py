@@ -3,12 +3,13 @@
 import sys
 from collections.abc import Sequence
 
-from kvpop_jax import cli
+from kvpop_jax import cli, processes
 from kvpop_jax.config import TrainConfig
 
 
 def main(argv: Sequence[str]) -> int:
     config = cli.parse(TrainConfig, argv, __doc__)
+    processes.join(config.processes)  # before anything asks JAX for its devices
     # Only now: `--help` and a misspelt option should not wait for JAX to start.
     from kvpop_jax.training.loop import run
     from kvpop_jax.training.metrics import DivergedError

@@ -1,4 +1,4 @@
-"""The ceiling that memory-bound work is held against, measured in the same run."""
+"""The ceilings that work is held against, measured in the same run."""
 
 import time
 
@@ -20,3 +20,19 @@ def copy_bandwidth() -> float:
         array = jax.block_until_ready(bump(array))
         seconds.append(time.perf_counter() - start)
     return 2 * size * passes / float(np.median(seconds))
+
+
+def matmul_rate() -> float:
+    """FLOP/s of a chain of large bfloat16 matrix products on random data."""
+    products, size = (16, 8192) if jax.default_backend() != "cpu" else (2, 512)
+    key_x, key_w = jax.random.split(jax.random.key(0))
+    x = jax.random.normal(key_x, (size, size), jnp.bfloat16)
+    w = jax.random.normal(key_w, (size, size), jnp.bfloat16) * size**-0.5  # keeps the scale
+    chain = jax.jit(lambda x, w: lax.fori_loop(0, products, lambda _, y: y @ w, x))
+    jax.block_until_ready(chain(x, w))
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        jax.block_until_ready(chain(x, w))
+        seconds.append(time.perf_counter() - start)
+    return 2 * size**3 * products / float(np.median(seconds))

@@ -7,6 +7,9 @@ Weights are random and caches are filled as they stand at each position; only sh
 batch size are compiled first and then run in turns, so that their ratios come from the same minutes. The floor reads
 all weights and the whole cache once, at the bandwidth that a copy reaches in the same run. Peak memory is what the
 compiler accounts for: arguments, outputs and temporaries, aliased ones once.
+
+`--beside transformers` adds Qwen3 of the same shape in transformers: a static cache of the largest position's size,
+compiled with CUDA graphs, batch 1. It runs to its end in a process of its own before JAX takes the device's memory.
 """
 
 import argparse
@@ -24,10 +27,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from bandwidth import copy_bandwidth
+from beside import Transformers
 from jaxtyping import Array, Int
 
 from kvpop_jax import cli, policies
-from kvpop_jax.cache import CLOSED, EMPTY, CachePlan, LayerCache, entry_bytes
+from kvpop_jax.cache import CLOSED, EMPTY, CachePlan, LayerCache, cache_dtype_of, entry_bytes
 from kvpop_jax.errors import UserError
 from kvpop_jax.inference import SamplingParams, decode
 from kvpop_jax.inference.decode import DecodeState, Setup
@@ -105,12 +109,16 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--steps", type=int, default=16, help="steps per dispatch")
     parser.add_argument("--rounds", type=int, default=3, help="dispatches timed in each turn, after one to warm up")
     parser.add_argument("--turns", type=int, default=3, help="turns; medians over all count")
+    parser.add_argument("--cache_dtype", choices=("int8", "fp8"), help="of keys and values; default: that of the weights")
+    parser.add_argument("--beside", choices=("transformers",), help="what to time as well, at batch 1")
     parser.add_argument("--output", type=Path, help="JSON file to write as well")
     options = parser.parse_args(argv)
     if options.length is not None:
         options.positions = ",".join(str((2 * n + 1) * options.length // 16) for n in range(8))
-    config, dtype = SHAPES[options.shape], default_dtype()
+    config = SHAPES[options.shape]
     config = replace(config, num_layers=options.layers or config.num_layers)
+    others = transformers_row(config, options) if options.beside else ""
+    dtype = default_dtype()
     names = policies.names() if options.policies == "all" else options.policies.split(",")
     for name in names:
         policies.check(name)
@@ -121,12 +129,26 @@ def main(argv: Sequence[str]) -> int:
     for batch in options.batch.split(","):
         programs = compile_all(config, params, names, batch, options)
         rows += to_rows(programs, time_all(programs, params, options), read_bytes(config, params), bandwidth, options)
-    print(table(rows))
+    print(table(rows) + others)
     if options.length is not None:
         print(generations(rows, options.length))
     if options.output is not None:
         options.output.write_text(json.dumps([vars(row) for row in rows], indent=2) + "\n", encoding="utf-8")
     return 0
+
+
+def transformers_row(config: ModelConfig, options: argparse.Namespace) -> str:
+    """transformers' line of the table, or one that says why there is none."""
+    cache = max(map(int, options.positions.split(",")))
+    count = options.steps * options.rounds
+    worker = Transformers({"config": config.to_hf(), "cache": cache, "steps": min(count, cache // 2)})
+    try:
+        worker.seconds_per_token()
+        found = float(np.median([worker.seconds_per_token() for _ in range(options.turns)]))
+        worker.close()
+    except UserError as error:
+        return f"\n{error}"
+    return f"\n| transformers | {cache} | 1 | {cache} | {1e3 * found:.3f} | | | {1 / found:.1f} | |"
 
 
 def compile_all(
@@ -154,11 +176,12 @@ def lowered(
     """What is left to do for a program once it is traced: to compile it."""
     scorer = _scorers(config).get(name)
     policy = policies.make(name, PolicySettings(4, options.window, scorer))
-    size = entry_bytes(config.head_dim, params.embedding_VE.dtype)
+    cached = cache_dtype_of(options.cache_dtype, params.embedding_VE.dtype)
+    size, rows_as = entry_bytes(config.head_dim, cached), None if options.cache_dtype is None else cached.name
     fed = (options.rounds + 1) * options.steps
     budgets = policy.layer_budgets(positions[0] + fed if name == "dense" else options.budget, config.num_layers)
     multiple = SLOT_MULTIPLE.get(platform(), 1)
-    plans = tuple(policy.plan(each, config, size).aligned(multiple) for each in budgets)
+    plans = tuple(replace(policy.plan(each, config, size).aligned(multiple), rows=rows_as) for each in budgets)
     setup = Setup(config, (policy,) * config.num_layers, plans, pin_prompt=False)
     own = [None if scorer is None else scorer.init(jax.random.key(n)) for n in range(config.num_layers)]
     row = jax.eval_shape(partial(filled_state, setup, params, own, 1, 0))
@@ -271,8 +294,8 @@ def _filled(shape: LayerCache, plan: CachePlan, position: int | Int[Array, ""]) 
         return jax.random.normal(key, part.shape, jnp.float32).astype(part.dtype)
 
     return LayerCache(
-        noise(shape.k_BKCD),
-        noise(shape.v_BKCD),
+        jax.tree.map(noise, shape.k_BKCD),
+        jax.tree.map(noise, shape.v_BKCD),
         jnp.broadcast_to(position_C, shape.position_BKC.shape).astype(jnp.int32),
         noise(shape.priority_BKC),
         jnp.broadcast_to(ring_W, shape.ring_BKW.shape).astype(jnp.int32),

@@ -4,8 +4,9 @@
 
 A program runs a form many times over several sets of inputs, so that inputs are in no cache when they are needed, and
 several programs are queued at once, so that what it takes to start one is hidden. Times are medians over such bursts.
-Shares are of the bandwidth that a copy of 4 GiB reaches in the same run. The error is the largest one of the output, as
-a share of its largest entry. On a CPU the shapes are small and only forms for any platform run.
+Shares are of the bandwidth that a copy of 4 GiB reaches in the same run, or, of operations that are held against FLOPs,
+of the rate of a large matrix product. The error is the largest one of a result, as a share of its largest entry. On a
+CPU the shapes are small and only forms for any platform run.
 """
 
 import argparse
@@ -21,8 +22,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bandwidth import copy_bandwidth
-from cases import rest
+from bandwidth import copy_bandwidth, matmul_rate
+from cases import attention, rest
 
 from kvpop_jax import cli
 from pallas_kernels.decode_attention import decode_attention, gpu
@@ -39,8 +40,11 @@ class Case:
         inputs: seed -> arguments of `run` and `reference`.
         carry: results of a run and the argument each replaces in the next; those arguments are donated.
         forms: the back ends to time; the last is the one that is always there.
-        run: (arguments, back end) -> results, the first of which is compared with that of `reference`.
+        run: (arguments, back end) -> results, the first of which are compared with those of `reference`.
         bytes: that a run has to move.
+        flops: of a run, where they are its ceiling.
+        runs: of the operation in a program; None for as many as hide what it takes to start one.
+        baseline: the form that computes something else, against which the others' times are held.
     """
 
     op: str
@@ -51,17 +55,33 @@ class Case:
     run: Callable[..., tuple[Any, ...]]
     reference: Callable[..., Any]
     bytes: int
+    flops: int | None = None
+    runs: int | None = None
+    baseline: str | None = None
 
 
 @dataclass(frozen=True)
 class Row:
+    """What was measured; rates are FLOP/s where FLOPs are the ceiling, else bytes per second."""
+
     op: str
     shape: str
     form: str
-    us: float
-    tb_per_s: float
+    ms: float
+    tera_per_s: float
+    unit: str
     share: float
-    error: float
+    of_baseline: float | None
+    of_reference: float | None
+    error: float | None
+
+    def __str__(self) -> str:
+        of_baseline, of_reference = ("" if x is None else f"{x:.2f}" for x in (self.of_baseline, self.of_reference))
+        error = "" if self.error is None else f"{self.error:.1e}"
+        return (
+            f"| {self.op} | {self.shape} | {self.form} | {self.ms:.4g} | {self.tera_per_s:.2f} {self.unit} "
+            f"| {self.share:.2f} | {of_baseline} | {of_reference} | {error} |"
+        )
 
 
 def decode_attention_cases(real: bool) -> Iterator[Case]:
@@ -98,6 +118,8 @@ CASES: dict[str, Callable[[bool], Iterable[Case]]] = {
     "cutoff_expiry": lambda real: (Case(**fields) for fields in rest.cutoff_expiry_cases(real)),
     "mlstm_chunkwise": lambda real: (Case(**fields) for fields in rest.mlstm_chunkwise_cases(real)),
     "policy_step": lambda real: (Case(**fields) for fields in rest.policy_step_cases(real)),
+    "masked_attention": lambda real: (Case(**fields) for fields in attention.masked_attention_cases(real)),
+    "received_log_mass": lambda real: (Case(**fields) for fields in attention.received_log_mass_cases(real)),
 }
 
 
@@ -109,32 +131,35 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--output", type=Path, help="JSON file to write as well")
     options = parser.parse_args(argv)
     real = jax.default_backend() != "cpu"
-    bandwidth = copy_bandwidth()
-    print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}; copy {bandwidth / 1e12:.3f} TB/s", flush=True)
-    print("| op | shape | form | us | TB/s | share of copy | error |\n|---|---|---|---|---|---|---|")
+    bandwidth, rate = copy_bandwidth(), matmul_rate()
+    print(
+        f"{jax.devices()[0].device_kind}, JAX {jax.__version__}; copy {bandwidth / 1e12:.3f} TB/s, bfloat16 product "
+        f"{rate / 1e12:.3g} TFLOP/s",
+        flush=True,
+    )
+    print(
+        "| op | shape | form | ms | rate | of the ceiling | of dense | of the reference | error |\n" + "|---" * 9 + "|"
+    )
     rows = []
     for op in options.ops.split(","):
         for case in CASES[op](real):
             if options.shapes not in case.shape:
                 continue
-            for row in measure(case, bandwidth, options.bursts):
-                print(
-                    f"| {row.op} | {row.shape} | {row.form} | {row.us:.1f} | {row.tb_per_s:.2f} | {row.share:.2f} "
-                    f"| {row.error:.1e} |",
-                    flush=True,
-                )
+            for row in measure(case, bandwidth, rate, options.bursts):
+                print(row, flush=True)
                 rows.append(row)
     if options.output is not None:
         about = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "copy_bytes_per_s": bandwidth}
+        about |= {"matmul_flops_per_s": rate}
         options.output.write_text(json.dumps(about | {"rows": [vars(row) for row in rows]}, indent=2) + "\n")
     return 0
 
 
-def measure(case: Case, bandwidth: float, bursts: int) -> list[Row]:
+def measure(case: Case, bandwidth: float, rate: float, bursts: int) -> list[Row]:
     """One row for each form."""
-    errors = {form: error(case, form) for form in case.forms}
-    sets = math.ceil(_COLD_BYTES / case.bytes) if jax.default_backend() != "cpu" else 2
-    runs = sets * max(1, 64 // sets) if sets > 1 else 8  # of the operation, in a program
+    errors = compare(case)
+    sets = 1 if case.runs is not None else math.ceil(_COLD_BYTES / case.bytes) if jax.default_backend() != "cpu" else 2
+    runs = case.runs or (sets * max(1, 64 // sets) if sets > 1 else 8)  # of the operation, in a program
     compiled = {form: program(case, form, runs // sets) for form in case.forms}
     state = [case.inputs(seed) for seed in range(sets)]
     seconds: dict[str, list[float]] = {form: [] for form in case.forms}
@@ -146,20 +171,48 @@ def measure(case: Case, bandwidth: float, bursts: int) -> list[Row]:
                 state = step(state)
             jax.block_until_ready(state)
             seconds[form].append((time.perf_counter() - start) / (runs * _BURST))
+    median = {form: float(np.median(times[1:])) for form, times in seconds.items()}
+    work, unit, ceiling = (case.bytes, "TB/s", bandwidth) if case.flops is None else (case.flops, "TFLOP/s", rate)
     rows = []
     for form in case.forms:
-        median = float(np.median(seconds[form][1:]))
-        rate = case.bytes / median
-        rows.append(Row(case.op, case.shape, form, median * 1e6, rate / 1e12, rate / bandwidth, errors[form]))
+        speed = work / median[form]
+        of_baseline, of_reference = (
+            median[form] / median[other] if other in median else None for other in (case.baseline, "reference")
+        )
+        rows.append(
+            Row(
+                case.op,
+                case.shape,
+                form,
+                median[form] * 1e3,
+                speed / 1e12,
+                unit,
+                speed / ceiling,
+                of_baseline,
+                of_reference,
+                errors.get(form),
+            )
+        )
     return rows
 
 
-def error(case: Case, form: str) -> float:
-    """Largest error of the form's output, as a share of the largest entry."""
+def compare(case: Case) -> dict[str, float]:
+    """Largest error of the results of each form but the baseline, as a share of the largest entry of its array."""
     arguments = case.inputs(0)
-    got = np.asarray(jax.jit(partial(case.run, form=form))(*arguments)[0], np.float64)
-    wanted = np.asarray(jax.jit(case.reference)(*arguments), np.float64)
-    return float(np.max(np.abs(got - wanted)) / np.max(np.abs(wanted)))
+    wanted = [np.asarray(x, np.float64) for x in jax.tree.leaves(jax.jit(case.reference)(*arguments))]
+    errors = {}
+    for form in case.forms:
+        if form != case.baseline:
+            results = jax.jit(partial(case.run, form=form))(*arguments)[: len(wanted)]
+            errors[form] = max(_error(np.asarray(x, np.float64), y) for x, y in zip(results, wanted, strict=True))
+    return errors
+
+
+def _error(got: np.ndarray, wanted: np.ndarray) -> float:
+    finite = np.isfinite(wanted)
+    if not np.array_equal(got[~finite], wanted[~finite]):
+        return float("inf")
+    return float(np.max(np.abs(got[finite] - wanted[finite])) / np.max(np.abs(wanted[finite])))
 
 
 def program(case: Case, form: str, rounds: int) -> Callable[[Any], Any]:

@@ -9,7 +9,9 @@ from typing import Any, Literal
 from kvpop_jax.errors import UserError
 from kvpop_jax.evaluation.settings import EvalSettings
 from kvpop_jax.eviction import BoundarySettings
+from kvpop_jax.processes import ProcessSettings
 from kvpop_jax.scorers import MLPSettings, MLSTMSettings
+from kvpop_jax.sharding import MeshSettings
 
 
 def _require(holds: bool, field: str, value: Any, right: str) -> None:
@@ -258,14 +260,17 @@ class CheckpointConfig:
     Attributes:
         every: Steps between checkpoints. One is also written at the end and when the run is interrupted.
         keep: How many of the latest are kept.
+        keep_best: How many more are kept, those with the lowest mean loss of the steps since the one before.
     """
 
     every: int = 500
     keep: int = 2
+    keep_best: int = 0
 
     def __post_init__(self) -> None:
         _require(self.every >= 1, "checkpoint.every", self.every, "at least 1")
         _require(self.keep >= 1, "checkpoint.keep", self.keep, "at least 1")
+        _require(self.keep_best >= 0, "checkpoint.keep_best", self.keep_best, "0 or more")
 
 
 @dataclass(frozen=True)
@@ -285,6 +290,37 @@ class LogConfig:
 
 
 @dataclass(frozen=True)
+class RolloutConfig:
+    """Text that the model itself writes, for a distillation on its own distribution (method rollout).
+
+    Attributes:
+        prompts: JSONL files, or folders of them. A row holds `messages` (what comes after the last user message is
+            dropped) or `problem` or `prompt`, the text of a user message.
+        per_prompt: Completions of each prompt.
+        rows: Sequences decoded together.
+        max_new_tokens: Longest completion in tokens; those that are cut there are kept apart.
+        temperature: Sampling temperature, 0 is greedy.
+        top_k: Sample among this many of the likeliest tokens; 0 for all.
+        top_p: Sample among the likeliest tokens that together reach this probability; 1 for all.
+    """
+
+    prompts: tuple[str, ...] = ()
+    per_prompt: int = 1
+    rows: int = 16
+    max_new_tokens: int = 16_384
+    temperature: float = 0.6
+    top_k: int = 20
+    top_p: float = 0.95
+
+    def __post_init__(self) -> None:
+        for field in ("per_prompt", "rows", "max_new_tokens"):
+            _require(getattr(self, field) >= 1, f"rollout.{field}", getattr(self, field), "at least 1")
+        _require(self.temperature >= 0, "rollout.temperature", self.temperature, "0 or more")
+        _require(self.top_k >= 0, "rollout.top_k", self.top_k, "0 or more")
+        _require(0 < self.top_p <= 1, "rollout.top_p", self.top_p, "above 0 and at most 1")
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """Train a model from scratch, or distil a model into one that decodes with a bounded cache.
 
@@ -292,7 +328,8 @@ class TrainConfig:
         name: Name of the run; everything is written to `output_dir`/`name`.
         output_dir: Folder of runs.
         seed: Seed of initial weights, data order and sampled queries.
-        method: "pretrain" minimises cross entropy of a dense model; "distill" trains under an eviction policy.
+        method: "pretrain" minimises cross entropy of a dense model; "distill" trains under an eviction policy;
+            "rollout" trains nothing and lets the model answer `rollout.prompts`: JSONL that `data.paths` reads.
         freeze_base: Train the scorer only and leave the model as it is (method distill).
         start_from: Export folder of an earlier distillation to go on from: its weights and its scorer, while the dense
             model that teaches stays `model.source`. For budgets in stages: weights that learned a small one first.
@@ -314,11 +351,15 @@ class TrainConfig:
         checkpoint: Checkpoints.
         log: Logs.
         eval: The evaluation after training.
+        rollout: What method rollout writes.
+        mesh: The devices that a training is spread over; for method rollout, those of one process. A run may go on on
+            another mesh than it began on.
+        processes: The processes of the run, for several hosts.
     """
 
     name: str
     model: ModelSource
-    method: Literal["pretrain", "distill"] = "distill"
+    method: Literal["pretrain", "distill", "rollout"] = "distill"
     freeze_base: bool = False
     start_from: str | None = None
     evaluate: bool = False
@@ -339,6 +380,9 @@ class TrainConfig:
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     eval: EvalSettings = EvalSettings()
+    rollout: RolloutConfig = RolloutConfig()
+    mesh: MeshSettings = MeshSettings()
+    processes: ProcessSettings = ProcessSettings()
 
     def __post_init__(self) -> None:
         named = self.name and not set(self.name) & set("/\\") and self.name not in (".", "..")
@@ -350,7 +394,9 @@ class TrainConfig:
         _require(divides, "accumulate", self.accumulate, f"a divisor of batch_size ({self.batch_size})")
         if self.method == "pretrain" and self.freeze_base:
             raise UserError("freeze_base leaves method pretrain nothing to train; use method distill")
-        if self.start_from is not None and (self.method == "pretrain" or self.freeze_base):
+        if self.start_from is not None and (self.method != "distill" or self.freeze_base):
             raise UserError("start_from is for method distill without freeze_base; elsewhere name it as model.source")
-        if self.method == "distill" and self.model.source is None:
-            raise UserError("model.source is null; method distill needs a trained model")
+        if self.method != "pretrain" and self.model.source is None:
+            raise UserError(f"model.source is null; method {self.method} needs a trained model")
+        if self.method == "rollout" and not self.rollout.prompts:
+            raise UserError("rollout.prompts is empty; name JSONL files of prompts, or folders of them")

@@ -7,16 +7,20 @@ row, never needs a collective.
 
 import math
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kvpop_jax.errors import UserError
-from kvpop_jax.models.config import ModelConfig
 from pallas_kernels.meshes import MESH_AXES
+
+if TYPE_CHECKING:  # models load themselves onto meshes
+    from kvpop_jax.models.config import ModelConfig
 
 AXIS_NAMES = "data", "fsdp", "model"
 
@@ -25,6 +29,79 @@ RULES: dict[str, tuple[str, ...]] = {**MESH_AXES, "E": ("fsdp",), "F": ("model",
 
 MATRICES = {"qkv_proj": "EKJD", "o_proj": "HE", "gate_up_proj": "E2F", "down_proj": "FE"}
 """Axes of the fields whose names do not end in them."""
+
+
+@dataclass(frozen=True)
+class MeshSettings:
+    """How many devices share what; their product is the number of devices.
+
+    Attributes:
+        data: Parts that the rows are cut into; each holds all weights. Several TPU slices lie along this axis.
+        fsdp: Parts that the rows are cut into, and the weights with them, gathered layer by layer when they are needed.
+        model: Parts that KV heads and feed-forward columns are cut into; divides the number of KV heads.
+    """
+
+    data: int = 1
+    fsdp: int = 1
+    model: int = 1
+
+    def __post_init__(self) -> None:
+        for name in AXIS_NAMES:
+            if getattr(self, name) < 1:
+                raise UserError(f"mesh.{name} is {getattr(self, name)}; it must be at least 1")
+
+    def only_model(self, what: str) -> None:
+        """Refuses to cut rows, for `what` has to hand them out one by one."""
+        if self.data * self.fsdp > 1:
+            raise UserError(f"{what}: data is {self.data} and fsdp {self.fsdp}; both must be 1, only model may be more")
+
+
+def global_mesh(settings: MeshSettings) -> Mesh:
+    """The mesh of a whole run. A single process may leave devices out; several must use all of theirs.
+
+    Raises:
+        UserError: there are not as many devices.
+    """
+    devices = jax.devices()
+    return _arranged_mesh(settings, devices[: _size(settings)] if jax.process_count() == 1 else devices)
+
+
+def local_mesh(settings: MeshSettings) -> Mesh:
+    """A mesh of this process's own devices, or of some of them: for work that processes do apart.
+
+    Raises:
+        UserError: it has not as many devices.
+    """
+    return _arranged_mesh(settings, jax.local_devices()[: _size(settings)])
+
+
+def _size(settings: MeshSettings) -> int:
+    return settings.data * settings.fsdp * settings.model
+
+
+def _arranged_mesh(settings: MeshSettings, devices: Sequence[jax.Device]) -> Mesh:
+    """`make_mesh` with TPU devices in the order that gives neighbours in the mesh the links between neighbours."""
+    sizes = settings.data, settings.fsdp, settings.model
+    if devices[0].platform == "tpu" and math.prod(sizes) == len(devices) > 1:
+        devices = arranged(sizes, devices).ravel().tolist()
+    return make_mesh(*sizes, devices=devices)
+
+
+def arranged(sizes: tuple[int, int, int], devices: Sequence[jax.Device]) -> np.ndarray:
+    """TPU devices as an array of those sizes; slices, which only a network joins, along the first axis.
+
+    Raises:
+        UserError: the first size is not a multiple of the number of slices.
+    """
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if slices == 1:
+        return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    data, *inner = sizes
+    if data % slices:
+        raise UserError(f"mesh.data is {data}; it must be a multiple of the {slices} slices, which lie along it")
+    return mesh_utils.create_hybrid_device_mesh(
+        (data // slices, *inner), (slices, 1, 1), devices, allow_split_physical_axes=True
+    )
 
 
 def make_mesh(data: int = 1, fsdp: int = 1, model: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -42,22 +119,33 @@ def make_mesh(data: int = 1, fsdp: int = 1, model: int = 1, devices: Sequence[ja
     return Mesh(np.array(devices).reshape(sizes), AXIS_NAMES, axis_types=(AxisType.Auto,) * 3)
 
 
-def check(config: ModelConfig, mesh: Mesh, batch_size: int) -> None:
-    """Refuses sizes that the mesh does not divide.
+def check(config: "ModelConfig", mesh: Mesh, batch_size: int | None = None) -> None:
+    """Refuses sizes that the mesh does not divide; without a batch size, those of the weights.
 
     Raises:
         UserError: naming the size and the mesh axis.
     """
-    rows = mesh.shape["data"] * mesh.shape["fsdp"]
-    wanted = (
-        ("num_kv_heads", config.num_kv_heads, "model", mesh.shape["model"], "an eviction must not cross devices"),
-        ("intermediate_size", config.intermediate_size, "model", mesh.shape["model"], "columns are cut evenly"),
-        ("hidden_size", config.hidden_size, "fsdp", mesh.shape["fsdp"], "weights are cut evenly along it"),
-        ("batch_size", batch_size, "data x fsdp", rows, "every device works on whole rows"),
-    )
-    for name, size, axis, parts, reason in wanted:
-        if size % parts:
-            raise UserError(f"{name} {size} does not divide over {parts} devices of mesh axis {axis}: {reason}")
+    model, fsdp = mesh.shape["model"], mesh.shape["fsdp"]
+    _check("num_kv_heads", config.num_kv_heads, "model", model, "an eviction must not cross devices")
+    _check("intermediate_size", config.intermediate_size, "model", model, "columns are cut evenly")
+    _check("hidden_size", config.hidden_size, "fsdp", fsdp, "weights are cut evenly along it")
+    if batch_size is not None:
+        check_rows(batch_size, mesh)
+
+
+def check_rows(batch_size: int, mesh: Mesh, name: str = "batch_size") -> None:
+    """Refuses a number of rows, called `name`, that the mesh does not divide.
+
+    Raises:
+        UserError: naming the number and the mesh axes.
+    """
+    parts = mesh.shape["data"] * mesh.shape["fsdp"]
+    _check(name, batch_size, "data x fsdp", parts, "every device works on whole rows")
+
+
+def _check(name: str, size: int, axis: str, parts: int, reason: str) -> None:
+    if size % parts:
+        raise UserError(f"{name} {size} does not divide over {parts} devices of mesh axis {axis}: {reason}")
 
 
 def spec_of(letters: str, mesh: Any) -> PartitionSpec:
@@ -97,6 +185,40 @@ def placed(shapes: Any, mesh: Mesh) -> Any:
         shapes,
         shardings_of(shapes, mesh),
     )
+
+
+def place(tree: Any, mesh: Mesh) -> Any:
+    """Arrays that every process has whole, laid on the mesh."""
+
+    def lay(x: Any, sharding: NamedSharding) -> jax.Array:
+        if sharding.is_fully_addressable:
+            return jax.device_put(x, sharding)
+        whole = np.asarray(x)
+        return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+
+    return jax.tree.map(lay, tree, shardings_of(tree, mesh))
+
+
+def make_on(mesh: Mesh, make: Callable[..., Any], *arguments: Any) -> Any:
+    """`make(*arguments)` with every result made where it belongs."""
+    placed_at = shardings_of(jax.eval_shape(make, *arguments), mesh)
+    return jax.jit(make, out_shardings=placed_at)(*arguments)
+
+
+def on_host(tree: Any, keep: bool) -> Any:
+    """Whole arrays in this process's memory. Every process must call it; those that do not `keep` them get None."""
+
+    def fetch(leaf: jax.Array) -> np.ndarray | None:
+        if not leaf.is_fully_addressable:
+            assert isinstance(leaf.sharding, NamedSharding)
+            leaf = jax.jit(_same, out_shardings=NamedSharding(leaf.sharding.mesh, PartitionSpec()))(leaf)
+        return np.asarray(leaf) if keep else None
+
+    return jax.tree.map(fetch, tree)
+
+
+def _same(x: jax.Array) -> jax.Array:
+    return x
 
 
 def mesh_in_use() -> Any:

@@ -41,7 +41,7 @@ def cutoff_expiry_cases(real: bool) -> Iterator[Fields]:
 
         yield dict(
             op="cutoff_expiry", shape=f"S {S}, K {K}, pool {pool}", inputs=inputs, carry={1: 0}, forms=("xla",),
-            run=run, reference=reference, bytes=2 * 4 * K * S,
+            run=run, reference=reference, bytes=2 * 4 * K * S, runs=8,
         )  # fmt: skip
 
 
@@ -91,7 +91,7 @@ def mlstm_chunkwise_cases(real: bool) -> Iterator[Fields]:
         op="mlstm_chunkwise", shape=f"forward and backward, S {S}, K {K}, {X} x {Y}", inputs=inputs,
         carry={n + 1: n for n in range(5)}, forms=("reference",), run=run,
         reference=lambda q, k, v, i, f: mlstm_chunkwise(q, k, v, i, f, None, ones_BS, chunk=32, backend="reference")[0],
-        bytes=2 * 4 * S * K * (2 * X + Y + 2) + 4 * S * K * Y,
+        bytes=2 * 4 * S * K * (2 * X + Y + 2) + 4 * S * K * Y, runs=4,
     )  # fmt: skip
 
     def attention_inputs(seed: int) -> Arguments:
@@ -112,7 +112,7 @@ def mlstm_chunkwise_cases(real: bool) -> Iterator[Fields]:
     yield dict(
         op="mlstm_chunkwise", shape=f"beside it dense attention, forward and backward, S {S}, H {H}, K {K}, D {D}",
         inputs=attention_inputs, carry={n + 1: n for n in range(3)}, forms=("cudnn" if real else "xla",), run=attend,
-        reference=dense_reference, bytes=2 * 2 * S * D * (2 * H + 2 * K),
+        reference=dense_reference, bytes=2 * 2 * S * D * (2 * H + 2 * K), runs=4,
     )  # fmt: skip
 
 

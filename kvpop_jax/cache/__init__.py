@@ -4,7 +4,7 @@
 - `layer`: the slots and what happens to them (`LayerCache`).
 """
 
-from kvpop_jax.cache.budget import CachePlan, entry_bytes, plan_cache
+from kvpop_jax.cache.budget import CachePlan, cache_dtype_of, entry_bytes, plan_cache
 from kvpop_jax.cache.layer import (
     CLOSED,
     EMPTY,
@@ -28,6 +28,7 @@ __all__ = [
     "CachePlan",
     "LayerCache",
     "Leaving",
+    "cache_dtype_of",
     "cache_from_prompt",
     "choose_victim",
     "entry_bytes",

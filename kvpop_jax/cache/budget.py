@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from kvpop_jax.errors import UserError
+from pallas_kernels.rows import ROW_DTYPES, row_bytes
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class CachePlan:
         closed: slots that no token may take; they only bring the buffer to a size that kernels like. Allocated, so
             reported.
         prompt: what the prompt is cut to, where another policy does that.
+        rows: name of the type that keys and values are quantised to; None keeps the one they come in.
     """
 
     budget: int
@@ -34,6 +36,7 @@ class CachePlan:
     scratch: int
     closed: int = 0
     prompt: "CachePlan | None" = None
+    rows: str | None = None
 
     @property
     def for_prompt(self) -> "CachePlan":
@@ -78,8 +81,19 @@ class CachePlan:
 
 
 def entry_bytes(head_dim: int, dtype: DTypeLike) -> int:
-    """Bytes of one entry: a key and a value of one head."""
-    return 2 * head_dim * jnp.dtype(dtype).itemsize
+    """Bytes of one entry: a key and a value of one head, each with its scale where the type has one."""
+    return 2 * row_bytes(head_dim, dtype)
+
+
+def cache_dtype_of(rows: str | None, dtype: DTypeLike) -> jnp.dtype:
+    """The type of cached keys and values: that of the name, or else the model's.
+
+    Raises:
+        UserError: an unknown name.
+    """
+    if rows is not None and rows not in ROW_DTYPES:
+        raise UserError(f"cache_dtype must be {' or '.join(ROW_DTYPES)}, or left out for the model's own, not {rows!r}")
+    return jnp.dtype(dtype) if rows is None else ROW_DTYPES[rows]
 
 
 def plan_cache(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvpop_jax.cache.budget import CachePlan
+from pallas_kernels.rows import Rows, read_rows, to_rows
 
 PROTECTED = jnp.inf
 """Priority of a token that may not be evicted: in the window, a sink, or pinned."""
@@ -27,7 +28,7 @@ class LayerCache:
     """Keys, values and what a policy knows of them. Every leaf has the row as its first axis, so rows can be forked.
 
     Attributes:
-        k_BKCD, v_BKCD: cached after rotary embedding at their true positions.
+        k_BKCD, v_BKCD: [B, K, C, D], plain or quantised; cached after rotary embedding at their true positions.
         position_BKC: position of the token in each slot; negative without one: `EMPTY`, or `CLOSED` where none may be.
         priority_BKC: float32; the lowest goes first. `PROTECTED` while a token may not be evicted, unless the policy
             reads that off its position.
@@ -35,8 +36,8 @@ class LayerCache:
         state: whatever the policy keeps beside.
     """
 
-    k_BKCD: Float[Array, "B K C D"]
-    v_BKCD: Float[Array, "B K C D"]
+    k_BKCD: Rows
+    v_BKCD: Rows
     position_BKC: Int[Array, "B K C"]
     priority_BKC: Float[Array, "B K C"]
     ring_BKW: Int[Array, "B K W"]
@@ -64,8 +65,11 @@ def leaving_token(cache: LayerCache, position_B: Int[Array, "B"]) -> Leaving:
     slot_BK = jnp.take_along_axis(cache.ring_BKW, (position_B % window)[:, None, None], axis=-1)[..., 0]
     leaving_B = position_B - window
     inside_BK = jnp.minimum(slot_BK, slots - 1)
-    held_BK = _row(cache.position_BKC[..., None], inside_BK)[..., 0] == jnp.maximum(leaving_B, 0)[:, None]
-    k_BKD, v_BKD = (jnp.where(held_BK[..., None], _row(x, inside_BK), 0) for x in (cache.k_BKCD, cache.v_BKCD))
+    held_BK = _row(cache.position_BKC, inside_BK) == jnp.maximum(leaving_B, 0)[:, None]
+    row = partial(_row, slot_BK=inside_BK)
+    k_BKD, v_BKD = (
+        jnp.where(held_BK[..., None], read_rows(jax.tree.map(row, x)), 0) for x in (cache.k_BKCD, cache.v_BKCD)
+    )
     return Leaving(jnp.where(held_BK, slot_BK, slots), leaving_B, k_BKD, v_BKD)
 
 
@@ -124,7 +128,7 @@ def cache_from_prompt(
         alive_BKS: the tokens to keep, at most `plan.slots` per head; a slot past the last one stands for none.
         priority_BKS: theirs, `PROTECTED` in the window and where pinned.
         length_B: tokens of each prompt.
-        plan: sizes of the cache.
+        plan: sizes of the cache, and what its rows are quantised to.
         state: the policy's state after the prompt.
     """
     B, K, S = alive_BKS.shape
@@ -132,7 +136,7 @@ def cache_from_prompt(
     slot_BKS = jnp.where(alive_BKS, jnp.cumsum(alive_BKS, axis=-1) - 1, slots)
     scatter = jax.vmap(jax.vmap(lambda slot_S: jnp.full(slots, S).at[slot_S].set(jnp.arange(S), mode="drop")))
     token_BKC = scatter(slot_BKS)
-    k_BKCD, v_BKCD = (_gather(jnp.swapaxes(x, 1, 2), token_BKC) for x in (k_BSKD, v_BSKD))
+    k_BKCD, v_BKCD = (to_rows(_gather(jnp.swapaxes(x, 1, 2), token_BKC), plan.rows) for x in (k_BSKD, v_BSKD))
     priority_BKC = _gather(priority_BKS.astype(jnp.float32), token_BKC)
     # The youngest token at or before the last one whose position is w modulo the window.
     last_B1 = length_B[:, None] - 1
@@ -165,5 +169,6 @@ def _gather(x_BKS: Array, token_BKC: Array) -> Array:
     return take(x_BKS, token_BKC)
 
 
-def _row(x_BKCD: Array, slot_BK: Array) -> Array:
-    return jnp.take_along_axis(x_BKCD, slot_BK[..., None, None], axis=2)[:, :, 0]
+def _row(x: Array, slot_BK: Array) -> Array:
+    """What is in each head's slot of an array [B, K, C, ...]."""
+    return jnp.take_along_axis(x, slot_BK.reshape(*slot_BK.shape, *(1,) * (x.ndim - 2)), axis=2)[:, :, 0]

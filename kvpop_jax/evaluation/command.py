@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import yaml
 
-from kvpop_jax import cli, policies
+from kvpop_jax import cli, policies, processes
 from kvpop_jax.errors import UserError
 from kvpop_jax.evaluation import tasks
 from kvpop_jax.evaluation.contestants import contestants_of, policy_settings
@@ -20,7 +21,9 @@ from kvpop_jax.evaluation.tasks.base import encode_prompt
 from kvpop_jax.inference import SamplingParams
 from kvpop_jax.models import LoadedModel, load_model
 from kvpop_jax.polykv import read_plan
+from kvpop_jax.processes import ProcessSettings
 from kvpop_jax.scorers.files import LoadedScorer, load_scorer
+from kvpop_jax.sharding import local_mesh
 
 DESCRIPTION = """Evaluate a model under cache budgets, or generate with one (--prompt). --list prints the policies,
 tasks and groups of tasks. --config takes a file of the fields below, or the one of a training, whose `eval` section
@@ -40,6 +43,7 @@ class EvalCommand(EvalSettings):
         dtype: Type of weights and cache: auto is bfloat16 on accelerators and float32 on CPU.
         prompt: Generate from this user message and print it as it comes, under every policy and budget, instead of
             evaluating.
+        processes: The processes of the evaluation, for several hosts.
     """
 
     model: str | None = None
@@ -47,6 +51,7 @@ class EvalCommand(EvalSettings):
     output: str = "runs/eval"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     prompt: str | None = None
+    processes: ProcessSettings = ProcessSettings()
 
 
 def parse_command(argv: Sequence[str]) -> EvalCommand:
@@ -105,14 +110,16 @@ def main(argv: Sequence[str]) -> int:
         return 0
     command = parse_command(argv)
     check(command)
-    model = load_model(str(command.model), None if command.dtype == "auto" else command.dtype)
-    scorers = load_scorers(command.scorer, model)
+    processes.join(command.processes)
     try:
-        if command.prompt is not None:
-            generate(command, model, scorers)
-        else:
-            rows = run_evaluation(model, command, scorers, Path(command.output))
-            print(f"{format_results(rows)}\n\nwritten to {command.output}: report.md, results.json, rollouts.jsonl")
+        mesh = local_mesh(command.mesh)
+        with jax.set_mesh(mesh):
+            model = load_model(str(command.model), None if command.dtype == "auto" else command.dtype, mesh)
+            scorers = load_scorers(command.scorer, model)
+            if command.prompt is not None:
+                generate(command, model, scorers)
+            elif (rows := run_evaluation(model, command, scorers, Path(command.output))) and processes.is_first():
+                print(f"{format_results(rows)}\n\nwritten to {command.output}: report.md, results.json, rollouts.jsonl")
     except KeyboardInterrupt:
         kept = (
             "" if command.prompt is not None else f"; {command.output} keeps what is finished, the same command goes on"

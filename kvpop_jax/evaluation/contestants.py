@@ -64,7 +64,8 @@ def contestants_of(model: LoadedModel, settings: EvalSettings, scorers: Mapping[
         made = _make(name, chosen, scorers, settings.budgets)
         for budget in (None,) if name == "dense" else settings.budgets:
             pin_prompt = settings.pin_prompt and budget is not None
-            generator = Generator(model, made.policy, budget, scorers=_layers(made, model), pin_prompt=pin_prompt)
+            own = _layers(made, model)
+            generator = Generator(model, made.policy, budget, own, pin_prompt, settings.cache_dtype)
             found.append(Contestant(name, budget, generator, chosen.sinks, chosen.window, made.fingerprint))
     for path in settings.plan:
         found.append(_planned(read_plan(path), model, settings, scorers))
@@ -130,6 +131,7 @@ def _planned(plan: Plan, model: LoadedModel, settings: EvalSettings, scorers: Ma
         [layer.budget for layer in plan.layers],
         scorers=[made[layer].of_layer(number) for number, layer in enumerate(plan.layers)],
         pin_prompt=settings.pin_prompt,
+        cache_dtype=settings.cache_dtype,
     )
     weights = sorted({found.fingerprint for found in made.values() if found.fingerprint is not None})
     fingerprint = "+".join([plan.fingerprint, *weights])

@@ -53,10 +53,11 @@ def run(
 ) -> Iterator[list[Rollout]]:
     """Does the pending jobs; yields each contestant's results for a batch of windows as the batch finishes.
 
-    The dense model reads every batch once, beside the contestants that still have to, and is what they are compared to.
+    The dense model reads every batch once, beside the contestants that still have to, and is what they are compared to;
+    its cache is not quantised.
     """
-    reference = next((contestant for contestant in contestants if contestant.budget is None), None)
-    reference = reference or dense_contestant(model)
+    full = (one for one in contestants if one.budget is None and one.generator.cache_dtype is None)
+    reference = next(full, None) or dense_contestant(model)
     by_window: dict[Window, list[Job]] = {}
     for job in pending:
         assert isinstance(job.item, Window)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvpop_jax import jsonl
 from kvpop_jax.errors import UserError
 
 
@@ -76,14 +77,8 @@ def read_rollouts(path: Path) -> dict[str, Rollout]:
     Raises:
         UserError: Any other line is not a rollout.
     """
-    if not path.exists():
-        return {}
-    content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    if len(whole) < len(content):
-        path.write_bytes(whole)
     found = {}
-    for number, line in enumerate(whole.splitlines(), start=1):
+    for number, line in enumerate(jsonl.whole_lines(path), start=1):
         try:
             rollout = Rollout(**json.loads(line))
         except (ValueError, TypeError) as error:
@@ -94,6 +89,4 @@ def read_rollouts(path: Path) -> dict[str, Rollout]:
 
 def append_rollouts(path: Path, rollouts: Iterable[Rollout]) -> None:
     """Adds the rollouts to the file's end, one line each."""
-    lines = "".join(json.dumps(dataclasses.asdict(rollout), ensure_ascii=False) + "\n" for rollout in rollouts)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(lines)
+    jsonl.append(path, map(dataclasses.asdict, rollouts))

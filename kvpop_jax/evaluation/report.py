@@ -13,11 +13,12 @@ _COLUMNS = (
     "length", "cut", "prompt kept", "tokens/s", "cache",
 )  # fmt: skip
 _ACCOUNT_COLUMNS = (
-    "policy", "budget", "sinks", "window", "pool", "state", "scratch", "peak live", "allocated", "bytes per sequence",
+    "policy", "budget", "sinks", "window", "pool", "state", "scratch", "peak live", "allocated", "type",
+    "bytes per sequence",
 )  # fmt: skip
 _DIFFERENCE_COLUMNS = ("task", "budget", "metric", "policy", "difference", "95 % interval", "n")
 _AVERAGE_COLUMNS = ("group", "policy", "budget", "value", "95 % interval", "tasks")
-_LEFT = ("task", "group", "policy", "metric")
+_LEFT = ("task", "group", "policy", "metric", "type")
 EQUAL_BUDGETS = (
     "Budgets are entries per KV head with sinks, window, pool and the policy's own state counted. Compression is "
     "1 - entries / context. Two policies are compared only at equal budgets; `retained` is a row's value over the "
@@ -190,6 +191,7 @@ def _accounts(rows: Sequence[Row]) -> list[tuple[str, ...]]:
                 *("-" if budget is None else str(part) for part in parts),
                 str(max(row.peak_live for row in own)),
                 str(max(row.allocated for row in own)),
+                own[0].cache_dtype,
                 _bytes(max(row.cache_bytes for row in own)),
             )
         )

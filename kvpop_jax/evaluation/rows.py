@@ -40,7 +40,8 @@ class Row:
         sinks, window, pool, state_entries: What the budget was spent on, in entries per KV head; they add up to it.
         scratch: Slots a step needs beyond the budget.
         peak_live, allocated: Most entries per KV head that were ever live, and slots allocated.
-        cache_bytes: Bytes of one sequence's cache with the policy's state, all layers.
+        cache_bytes: Bytes of one sequence's cache with scales and the policy's state, all layers.
+        cache_dtype: Type of the cached keys and values.
         total_budget: Entries per KV head, summed over layers: two rows are compared only at equal totals.
         layer_budget, layer_peak_live, layer_allocated, layer_bytes: The same by layer.
     """
@@ -74,6 +75,7 @@ class Row:
     peak_live: int
     allocated: int
     cache_bytes: int
+    cache_dtype: str
     total_budget: int
     layer_budget: tuple[int, ...]
     layer_peak_live: tuple[int, ...]
@@ -194,6 +196,7 @@ def _row(
         peak_live=max(rollout.cache["peak_live"] for rollout in rollouts),
         allocated=max(rollout.cache["allocated"] for rollout in rollouts),
         cache_bytes=max(rollout.cache["bytes"] for rollout in rollouts),
+        cache_dtype=first.cache["cache_dtype"],
         total_budget=first.cache["total_budget"],
         layer_budget=tuple(first.cache["layer_budget"]),
         **{part: _largest(rollouts, part) for part in ("layer_peak_live", "layer_allocated", "layer_bytes")},

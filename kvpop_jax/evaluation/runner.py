@@ -18,6 +18,7 @@ from kvpop_jax import __version__
 from kvpop_jax.evaluation import generation, reading, tasks
 from kvpop_jax.evaluation.averages import averages
 from kvpop_jax.evaluation.contestants import Contestant, contestants_of
+from kvpop_jax.evaluation.jobs import Job
 from kvpop_jax.evaluation.records import Rollout, append_rollouts, read_rollouts
 from kvpop_jax.evaluation.report import write_report
 from kvpop_jax.evaluation.rows import Row, differences, summarise
@@ -25,6 +26,7 @@ from kvpop_jax.evaluation.settings import EvalSettings
 from kvpop_jax.inference import BatchStatistics
 from kvpop_jax.models import LoadedModel
 from kvpop_jax.polykv import draw_plan, read_plan
+from kvpop_jax.processes import is_first, wait_for_all
 from kvpop_jax.scorers.files import LoadedScorer
 
 SCHEMA_VERSION = 1
@@ -40,6 +42,9 @@ def run_evaluation(
     same conditions are not repeated, so an interrupted evaluation goes on where it stopped. Results and report are
     written even when it is interrupted, of what is finished, and say that they are incomplete.
 
+    Several processes share the problems among them; each appends to a file of its own, `rollouts-1.jsonl` and so on,
+    and the first writes the results of all.
+
     Args:
         model: The model to evaluate.
         settings: What to run.
@@ -48,7 +53,7 @@ def run_evaluation(
         progress: Show progress bars.
 
     Returns:
-        The rows of results.json.
+        The rows of results.json; none in another than the first process.
 
     Raises:
         UserError: A policy or task is unknown, a scorer is missing, a budget impossible, a data file missing.
@@ -59,28 +64,45 @@ def run_evaluation(
         task.check(settings)
     contestants = contestants_of(model, settings, scorers)
     output.mkdir(parents=True, exist_ok=True)
-    path = output / "rollouts.jsonl"
-    finished = read_rollouts(path)
+    index = jax.process_index()
+    path = output / (f"rollouts-{index}.jsonl" if index else "rollouts.jsonl")
+    finished = _read_all(output)
+    wait_for_all("read")  # before any of the files grows
     plans = {task: _module(task).plan(task, model, contestants, settings) for task in chosen}
     complete = False
     rows: list[Row] = []
     batches: dict[str, dict[str, BatchStatistics]] = {}
     try:
         for task, jobs in plans.items():
-            pending = [job for job in jobs if job.key not in finished]
-            with _Progress(task.name, len(pending), progress) as bar:
+            pending = [job for job in _share(jobs) if job.key not in finished]
+            with _Progress(task.name, len(pending), progress and is_first()) as bar:
                 batches[task.name] = bar.batches
                 for rollouts in _module(task).run(task, pending, model, contestants, settings, bar):
                     append_rollouts(path, rollouts)
                     bar.rollouts(rollouts)
+        wait_for_all("evaluated")
         complete = True
     finally:
-        finished = read_rollouts(path)
+        # The others' files may be growing when this one was interrupted.
+        finished = _read_all(output) if complete else finished | read_rollouts(path)
         done = [finished[job.key] for jobs in plans.values() for job in jobs if job.key in finished]
-        if done:
+        if done and is_first():
             contexts = {task.name: settings.context or task.context(settings) for task in chosen}
             rows = _write(output, model, settings, contexts, done, batches, complete)
     return rows
+
+
+def _read_all(output: Path) -> dict[str, Rollout]:
+    """Finished rollouts of all processes, in this run and in earlier ones."""
+    return {
+        key: rollout for path in sorted(output.glob("rollouts*.jsonl")) for key, rollout in read_rollouts(path).items()
+    }
+
+
+def _share(jobs: Sequence[Job]) -> list[Job]:
+    """This process's part: whole problems, because what is done for one serves all that is asked of it."""
+    numbers = {item: number for number, item in enumerate(dict.fromkeys(job.item for job in jobs))}
+    return [job for job in jobs if numbers[job.item] % jax.process_count() == jax.process_index()]
 
 
 def _module(task: tasks.Task) -> ModuleType:
@@ -202,8 +224,10 @@ def _conditions(model: LoadedModel, settings: EvalSettings, complete: bool) -> s
         "greedy" if temperature == 0 else f"temperature {temperature}, top-k {settings.top_k}, top-p {settings.top_p}"
     )
     pinned = "The prompt was exempt from eviction." if settings.pin_prompt else "The prompt could be evicted."
+    quantised = "" if settings.cache_dtype is None else f"Keys and values were cached in {settings.cache_dtype}. "
     state = "" if complete else "**Incomplete: the evaluation was interrupted, and this is what had finished.** "
     return (
         f"{state}Model `{model.source}`; {settings.rollouts} rollout(s) per problem, {sampling}, seed {settings.seed}. "
-        f"{pinned} Intervals are 95 %: bootstrap over problems for graded tasks, Student over windows for text."
+        f"{pinned} {quantised}"
+        f"Intervals are 95 %: bootstrap over problems for graded tasks, Student over windows for text."
     )

@@ -5,6 +5,7 @@ from typing import Literal
 
 from kvpop_jax.errors import UserError
 from kvpop_jax.policies.machinery.settings import MethodSettings
+from kvpop_jax.sharding import MeshSettings
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class EvalSettings:
         window: Most recent tokens, the query included, that are protected, for policies with a window; null takes what
             the scorer was trained with, or 32 without a scorer.
         pin_prompt: Never evict the prompt; it counts in the budget, and a budget it would fill is refused.
+        cache_dtype: int8 or fp8 to keep keys and values in 8 bits, one scale for each token and KV head, under every
+            policy, dense included; null keeps the type of the weights. Budgets stay entries per KV head.
         context: Context in tokens that compression is measured against: 1 - entries / context; null takes the task's.
         data_dir: Folder of the task files (`aime25.jsonl`, `squad.json`, ...) and of running text (`longtext/*.txt`).
         text: Text file that `lm` reads, and that `passkey` and RULER hide things in, instead of `data_dir/longtext`.
@@ -45,6 +48,8 @@ class EvalSettings:
         depths: Where `passkey` hides its key, as fractions of the text before it.
         prefix: Share of an `lm` window that is read as the prompt; the rest is scored token by token.
         methods: Hyper-parameters of the published policies.
+        mesh: The devices that the model is spread over, all of one process, along `model` only: prompts are read a few
+            at a time, which do not divide. Several processes share the problems among them.
     """
 
     policies: tuple[str, ...] = ("dense", "streaming_llm", "tova", "random", "kvpop")
@@ -62,6 +67,7 @@ class EvalSettings:
     sinks: int | None = None
     window: int | None = None
     pin_prompt: bool = False
+    cache_dtype: Literal["int8", "fp8"] | None = None
     context: int | None = None
     data_dir: str | None = None
     text: str | None = None
@@ -74,6 +80,7 @@ class EvalSettings:
     depths: tuple[float, ...] = (0.1, 0.5, 0.9)
     prefix: float = 0.5
     methods: MethodSettings = MethodSettings()
+    mesh: MeshSettings = MeshSettings()
 
     def __post_init__(self) -> None:
         for name in ("policies", "tasks"):
@@ -101,6 +108,7 @@ class EvalSettings:
             raise UserError(f"lengths must be token counts of at least 64, not {list(self.lengths)}")
         if not self.depths or any(not 0 <= depth <= 1 for depth in self.depths):
             raise UserError(f"depths must be fractions between 0 and 1, not {list(self.depths)}")
+        self.mesh.only_model("mesh of an evaluation")
         if not 0 < self.prefix < 1:
             raise UserError(f"prefix must be a share of the window between 0 and 1, not {self.prefix}")
 

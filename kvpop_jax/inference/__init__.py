@@ -2,6 +2,7 @@
 
 - `sampling`: logits to tokens, on the device, one random stream per row.
 - `decode`: the state of a batch of sequences; prefill, and many steps per dispatch.
+- `memory`: bytes of a batch, and what is said when they do not fit.
 - `generator`: the Python API: `Generator.generate`, `.stream`, `.teacher_forced`; `results`: what they give back.
 - `batching`: many prompts on a few rows, each row handed on as its sequence ends.
 """

@@ -20,6 +20,7 @@ from kvpop_jax.errors import UserError
 from kvpop_jax.inference import decode
 from kvpop_jax.inference.decode import DecodeState, Setup
 from kvpop_jax.inference.generator import STEPS_PER_DISPATCH, Generator, bucket, padded, row_seeds
+from kvpop_jax.inference.memory import memory_explained
 from kvpop_jax.inference.results import Completion, cache_reports, completion, own_tokens
 from kvpop_jax.inference.sampling import SamplingParams
 
@@ -80,7 +81,8 @@ def complete(
         progress: given the statistics so far after every dispatch.
 
     Raises:
-        UserError: fewer than one row, or as `Generator.generate`; at once, not when the first completion is asked for.
+        UserError: fewer than one row, or as `Generator.generate`; at once, not when the first completion is asked for,
+            but for caches that do not fit on the device.
     """
     if rows < 1:
         raise UserError(f"rows must be at least 1, not {rows}")
@@ -88,6 +90,8 @@ def complete(
     if not prompts:
         return iter(())
     setup = generator.setup([len(prompt) for prompt in prompts], sampling.max_new_tokens)
+    generator.check_tokens(prompts)
+    generator.check_stop_tokens(sampling)
     return _run(generator, setup, prompts, seed_B, sampling, rows, progress or (lambda statistics: None))
 
 
@@ -172,33 +176,35 @@ def _run(
     ended: list[tuple[int, Completion]] = []
     while True:
         first_tokens = []
-        while free := [row for row in range(rows) if row not in held]:
-            if group is None or not group.forks:
-                group = None  # Its caches go before those of the next are made.
-                if (group := next(groups, None)) is None:
-                    break
-            if state is None:
-                state = _idle(setup, group, sampling, rows)
-            forks = group.take(len(free))
-            requests = [request for _, request in forks]
-            # The program has one shape: places without a fork name a row past the last.
-            row_R = _filled(free[: len(forks)], rows, group)
-            source_R = _filled([source for source, _ in forks], 0, group)
-            seed_R = _filled(seed_B[requests].tolist(), 0, group)
-            state, token_R = admit(state, group.logits_GV, group.caches, group.length_G, source_R, seed_R, row_R)
-            first_tokens.append((token_R, len(forks)))
-            clock.waits += [clock.now()] * len(forks)
-            held |= {row: _Row(request) for row, request in zip(free, requests, strict=False)}
-        if not held:
-            break
-        assert state is not None
-        state, token_nB, log_prob_nB = steps(generator.model.params, generator.layer_scorers, state)
-        for token_R, count in first_tokens:
-            jax.block_until_ready(token_R)
-            clock.firsts += [clock.now()] * count
+        with memory_explained(setup, rows, generator.model.dtype):
+            while free := [row for row in range(rows) if row not in held]:
+                if group is None or not group.forks:
+                    group = None  # Its caches go before those of the next are made.
+                    if (group := next(groups, None)) is None:
+                        break
+                if state is None:
+                    state = _idle(setup, group, sampling, rows)
+                forks = group.take(len(free))
+                requests = [request for _, request in forks]
+                # The program has one shape: places without a fork name a row past the last.
+                row_R = _filled(free[: len(forks)], rows, group)
+                source_R = _filled([source for source, _ in forks], 0, group)
+                seed_R = _filled(seed_B[requests].tolist(), 0, group)
+                state, token_R = admit(state, group.logits_GV, group.caches, group.length_G, source_R, seed_R, row_R)
+                first_tokens.append((token_R, len(forks)))
+                clock.waits += [clock.now()] * len(forks)
+                held |= {row: _Row(request) for row, request in zip(free, requests, strict=False)}
+            if not held:
+                break
+            assert state is not None
+            state, token_nB, log_prob_nB = steps(generator.model.params, generator.layer_scorers, state)
+            for token_R, count in first_tokens:
+                jax.block_until_ready(token_R)
+                clock.firsts += [clock.now()] * count
         # The caller has them while the device is at work on what was just dispatched.
         yield from ended
-        ended = _collect(setup, state, (token_nB, log_prob_nB), sampling, held, clock)
+        with memory_explained(setup, rows, generator.model.dtype):  # what a dispatch lacks may only be known here
+            ended = _collect(setup, state, (token_nB, log_prob_nB), sampling, held, clock)
         progress(clock.statistics())
     yield from ended
 
@@ -225,7 +231,7 @@ def _prefilled(
     seed_G: Int[np.ndarray, "G"],
     forks: list[tuple[int, int]],
 ) -> _Group:
-    prefill = generator.compiled("prefill", setup, lambda: jax.jit(partial(decode.prefill, setup)))
+    prefill = generator.prefill_program(setup)
     length_G = np.array([len(prompt) for prompt in prompts], np.int32)
     params, scorers = generator.model.params, generator.layer_scorers
     logits_GV, caches = prefill(params, scorers, padded(prompts, size), length_G, seed_G)

@@ -1,25 +1,40 @@
 """A batch of sequences on bounded caches: prefill once, then many steps per dispatch, nothing growing.
 
-All functions are pure and meant to be jitted with the state donated. Layers are unrolled and their caches a list, so
-capacities may differ per layer and no step copies a stack of weights.
+All functions are pure. A step is one program, jitted with the state donated, its layers unrolled and their caches a
+list, so capacities may differ per layer and no step copies a stack of weights; a prefill is one program per kind of
+layer.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from kvpop_jax.cache import CachePlan, LayerCache, live_entries, survived
 from kvpop_jax.eviction import token_layout
 from kvpop_jax.inference.sampling import SamplingParams, sample
-from kvpop_jax.models import DecoderParams, LayerInputs, ModelConfig, apply_layers, unembed
-from kvpop_jax.models.rope import rope_frequencies
+from kvpop_jax.models import (
+    DecoderParams,
+    LayerInputs,
+    ModelConfig,
+    apply_layer,
+    apply_layers,
+    rms_norm,
+    rope_frequencies,
+    rope_rotation,
+    unembed,
+)
 from kvpop_jax.policies import NewToken, Policy, Prompt, read_prompt
+
+TOKENS_AT_ONCE = 8192
+"""Tokens of prompts in one matrix product: enough to fill a device, few enough that the feed-forward's hidden layer is
+a small part of what a long prompt needs (2 x 12,288 numbers a token in Qwen3-8B, whose residual stream has 4,096)."""
 
 
 @jax.tree_util.register_dataclass
@@ -54,8 +69,9 @@ class DecodeState:
         position_B: its position.
         prompt_B: length of its prompt.
         seed_B: the row's random stream.
-        done_B: rows that have emitted a stop token. They go on computing, and what they emit is dropped.
-        usage: what each row's own tokens made of its caches; it stands still once the row has ended.
+        done_B: rows that have emitted a stop token. They go on computing, and what they emit is dropped; which tokens
+            their caches hold is not written down any more.
+        usage: what each row's own tokens made of its caches, counted between dispatches.
     """
 
     caches: list[LayerCache]
@@ -85,6 +101,7 @@ def prefill(
     token_BS: Int[Array, "B S"],
     length_B: Int[Array, "B"],
     seed_B: Int[Array, "B"],
+    programs: "Programs | None" = None,
 ) -> tuple[Float[Array, "B V"], list[LayerCache]]:
     """Runs right-padded prompts and compacts what survives.
 
@@ -95,27 +112,83 @@ def prefill(
         token_BS: prompts, padded on the right.
         length_B: tokens of each prompt, at least 1.
         seed_B: one seed per row.
+        programs: what runs the parts; None within a program of the caller's.
 
     Returns:
         Logits after each prompt's last token, and the caches.
     """
-    index_S = jnp.arange(token_BS.shape[1])
-    segment_BS = (index_S < length_B[:, None]).astype(jnp.int32)
-    prompt_BS = segment_BS > 0 if setup.pin_prompt else None
-    frequency_D2 = jnp.asarray(rope_frequencies(setup.config), jnp.float32)
+    enter, through, leave = programs or (_enter, _through_layer, _leave)
+    residual_BSE, rotation = enter(setup.config, params.embedding_VE, token_BS)
+    prompt = token_BS, length_B, seed_B, rotation
+    caches = []
+    parts = zip(setup.policies, setup.plans, params.layers, scorers, strict=True)
+    for index, (policy, plan, layer, scorer) in enumerate(parts):
+        kind = LayerKind(setup.config, policy, plan, setup.pin_prompt)
+        residual_BSE, cache = through(kind, layer, scorer, np.int32(index), residual_BSE, *prompt)
+        caches.append(cache)
+    ending = replace(params, layers=[])  # a program takes no weights that it does not read
+    return leave(setup.config, ending, residual_BSE, length_B), caches
 
-    def attend(layer: int, inputs: LayerInputs) -> tuple[Float[Array, "B S H D"], LayerCache]:
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What is fixed when a layer of a prefill is compiled: layers of one kind share a program."""
+
+    config: ModelConfig
+    policy: Policy
+    plan: CachePlan
+    pin_prompt: bool
+
+
+class Programs(NamedTuple):
+    """The compiled parts of a prefill.
+
+    A prompt takes long enough in each layer to hide a dispatch, so a program is one layer: what compiles then does not
+    grow with the number of layers, and takes seconds where all layers in one program take minutes.
+    """
+
+    enter: Callable[..., Any]
+    through_layer: Callable[..., Any]
+    leave: Callable[..., Any]
+
+
+def compile_prefill() -> Programs:
+    """Fresh programs; they live as long as whoever holds them."""
+    return Programs(
+        jax.jit(_enter, static_argnums=0),
+        jax.jit(_through_layer, static_argnums=0, donate_argnums=4),
+        jax.jit(_leave, static_argnums=0),
+    )
+
+
+def _enter(config, embedding_VE, token_BS):
+    """The residual stream that enters the first layer, and the rotation of every position."""
+    residual_BSE = embedding_VE[token_BS]
+    position_BS = jnp.broadcast_to(jnp.arange(token_BS.shape[1]), token_BS.shape)
+    return residual_BSE, rope_rotation(config, position_BS, residual_BSE.dtype)
+
+
+def _through_layer(kind, layer, scorer, index, residual_BSE, token_BS, length_B, seed_B, rotation):
+    """One layer over the prompts: the residual stream that leaves it, and its cache."""
+    segment_BS = (jnp.arange(token_BS.shape[1]) < length_B[:, None]).astype(jnp.int32)
+    prompt_BS = segment_BS > 0 if kind.pin_prompt else None
+    frequency_D2 = jnp.asarray(rope_frequencies(kind.config), jnp.float32)
+
+    def attend(inputs: LayerInputs) -> tuple[Float[Array, "B S H D"], LayerCache]:
         def prompt_under(plan: CachePlan) -> Prompt:
             layout = token_layout(segment_BS, sinks=plan.sinks, pool=plan.pool, prompt_BS=prompt_BS)
             tensors = inputs.hidden_BTE, inputs.q_BTHD, inputs.k_BTKD, inputs.v_BTKD
-            return Prompt(token_BS, *tensors, layout, seed_B, layer, frequency_D2)
+            return Prompt(token_BS, *tensors, layout, seed_B, index, frequency_D2)
 
-        return read_prompt(setup.policies[layer], scorers[layer], prompt_under, setup.plans[layer])
+        return read_prompt(kind.policy, scorer, prompt_under, kind.plan)
 
-    position_BS = jnp.broadcast_to(index_S, token_BS.shape)
-    hidden_BSE, caches = apply_layers(setup.config, params, token_BS, position_BS, attend)
-    last_BE = jnp.take_along_axis(hidden_BSE, (length_B - 1)[:, None, None], axis=1)[:, 0]
-    return unembed(setup.config, params, last_BE), caches
+    return apply_layer(kind.config, attend, layer, residual_BSE, rotation, tokens_at_once=TOKENS_AT_ONCE)
+
+
+def _leave(config, params, residual_BSE, length_B):
+    """Logits after each prompt's last token."""
+    last_BE = jnp.take_along_axis(residual_BSE, (length_B - 1)[:, None, None], axis=1)[:, 0]
+    return unembed(config, params, rms_norm(last_BE, params.final_norm_E, config.rms_norm_eps))
 
 
 def decode_step(
@@ -205,12 +278,21 @@ def decode_steps(
         done_B = state.done_B | _stops(setup, token_B, sampling)
         # Other rows may need more steps than this one, and steps come in batches: those are not the row's own.
         own_B = ~state.done_B & (state.position_B - state.prompt_B < sampling.max_new_tokens)
-        now = cache_usage(caches, state.prompt_B)
-        usage = jax.tree.map(partial(_where_rows, own_B), higher_usage(state.usage, now), state.usage)
-        following = DecodeState(caches, token_B, log_prob_B, position_B, state.prompt_B, state.seed_B, done_B, usage)
+        caches = [_move_on(own_B, *each) for each in zip(state.caches, caches, strict=True)]
+        following = replace(
+            state, caches=caches, token_B=token_B, log_prob_B=log_prob_B, position_B=position_B, done_B=done_B
+        )
         return following, (state.token_B, state.log_prob_B)
 
-    state, (token_nB, log_prob_nB) = lax.scan(one, state, length=steps)
+    def stretch(state: DecodeState, _: None) -> tuple[DecodeState, tuple[Array, Array]]:
+        state, emitted = lax.scan(one, state, length=together)
+        return replace(state, usage=higher_usage(state.usage, cache_usage(state.caches, state.prompt_B))), emitted
+
+    # A cache that only fills up is fullest at the end, and that of a row that has ended stays as it was: one count
+    # tells all of the steps before it.
+    together = 1 if any(policy.shrinks for policy in setup.policies) else steps
+    state, emitted = lax.scan(stretch, state, length=steps // together)
+    token_nB, log_prob_nB = (x.reshape(steps, -1) for x in emitted)
     return state, token_nB, log_prob_nB
 
 
@@ -234,8 +316,10 @@ def higher_usage(before: CacheUsage, now: CacheUsage) -> CacheUsage:
     )
 
 
-def _where_rows(row_B, yes, no):
-    return jnp.where(row_B.reshape(-1, *(1,) * (yes.ndim - 1)), yes, no)
+def _move_on(own_B: Bool[Array, "B"], before: LayerCache, after: LayerCache) -> LayerCache:
+    """The cache after a step; which tokens it holds only changes in rows whose own step it was."""
+    position_BKC = jnp.where(own_B[:, None, None], after.position_BKC, before.position_BKC)
+    return replace(after, position_BKC=position_BKC)
 
 
 def _pinned(setup, plan, prompt_B):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from collections.abc import Generator as Generator_
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -12,10 +12,11 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from kvpop_jax.cache import CachePlan, entry_bytes
+from kvpop_jax.cache import CachePlan, cache_dtype_of, entry_bytes
 from kvpop_jax.errors import UserError
 from kvpop_jax.inference import decode
 from kvpop_jax.inference.decode import Setup
+from kvpop_jax.inference.memory import memory_explained
 from kvpop_jax.inference.results import CacheReport, Completion, cache_reports, completion, own_tokens
 from kvpop_jax.inference.sampling import SamplingParams
 from kvpop_jax.models import LoadedModel, load_model
@@ -43,9 +44,12 @@ class Generator:
             every sequence as many as it can have tokens (the dense cache).
         scorers: parameters of the policy, one per layer; None where it has none.
         pin_prompt: never evict the prompt.
+        cache_dtype: "int8" or "fp8" to keep keys and values in 8 bits, one scale for each row; None for the type of the
+            weights. A budget stays a number of entries; a policy's own state takes more of the smaller ones.
 
     Raises:
-        UserError: policies, budgets or scorers that are not one per layer, or a budget that leaves no pool.
+        UserError: policies, budgets or scorers that are not one per layer, a budget that leaves no pool, or a
+            cache_dtype that is unknown or that a policy cannot work with.
     """
 
     model: LoadedModel
@@ -53,13 +57,22 @@ class Generator:
     budget: int | Sequence[int] | None
     scorers: Sequence[Any] | None = None
     pin_prompt: bool = False
+    cache_dtype: str | None = None
     _compiled: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+    _prefill_parts: decode.Programs = field(default_factory=decode.compile_prefill, init=False, repr=False)
 
     def __post_init__(self) -> None:
         layers = self.model.config.num_layers
         for name, value in (("policy", self.policy), ("budget", self.budget), ("scorers", self.scorers)):
             if isinstance(value, Sequence) and len(value) != layers:
                 raise UserError(f"{name} has {len(value)} entries; the model has {layers} layers")
+        cache_dtype_of(self.cache_dtype, self.model.dtype)
+        for policy in self.policies:
+            if self.cache_dtype is not None and policy.rewrites:
+                raise UserError(
+                    f"cache_dtype {self.cache_dtype}: policy {policy.name} rewrites cached rows, which would be "
+                    "rounded again at every step; leave cache_dtype out or take another policy"
+                )
         if self.budget is not None:
             self.plans(0)  # Refuses an impossible budget before any work.
 
@@ -75,6 +88,7 @@ class Generator:
         window: int = 32,
         pin_prompt: bool = False,
         dtype: DTypeLike | None = None,
+        cache_dtype: str | None = None,
     ) -> "Generator":
         """A generator from files.
 
@@ -86,6 +100,7 @@ class Generator:
             sinks, window: of policies that have them.
             pin_prompt: never evict the prompt.
             dtype: of the weights; by default float32 on a CPU, bfloat16 on an accelerator.
+            cache_dtype: "int8" or "fp8" to quantise cached keys and values; None for `dtype`.
 
         Raises:
             UserError: files that cannot be read or do not belong together, an unknown policy, one without its scorer, a
@@ -94,12 +109,13 @@ class Generator:
         loaded = load_model(model, dtype)
         if scorer is None:
             name = policy or "dense"
-            return cls(loaded, make(name, PolicySettings(sinks, window)), budget, pin_prompt=pin_prompt)
+            made = make(name, PolicySettings(sinks, window))
+            return cls(loaded, made, budget, pin_prompt=pin_prompt, cache_dtype=cache_dtype)
         trained = load_scorer(scorer, loaded, budgets=() if budget is None else (budget,))
         name = policy or trained.policy
         made = make(name, PolicySettings(trained.sinks, trained.window, trained.scorer))
         owned = [trained.params if part == trained.policy else None for part in name.split("+")]
-        return cls(loaded, made, budget, _by_layer(owned, loaded.config.num_layers), pin_prompt)
+        return cls(loaded, made, budget, _by_layer(owned, loaded.config.num_layers), pin_prompt, cache_dtype)
 
     @property
     def policies(self) -> tuple[Policy, ...]:
@@ -115,7 +131,8 @@ class Generator:
             UserError: a budget leaves no pool.
         """
         config = self.model.config
-        size = entry_bytes(config.head_dim, self.model.dtype)
+        dtype = cache_dtype_of(self.cache_dtype, self.model.dtype)
+        size, rows = entry_bytes(config.head_dim, dtype), None if self.cache_dtype is None else dtype.name
         if self.budget is None:
             budgets = uniform_budgets(length, config.num_layers)
         elif isinstance(self.budget, Sequence):
@@ -125,7 +142,8 @@ class Generator:
             budgets = spread(self.budget, config.num_layers)
         multiple = SLOT_MULTIPLE.get(platform(), 1)
         pairs = zip(self.policies, budgets, strict=True)
-        return tuple(policy.plan(budget, config, size).aligned(multiple) for policy, budget in pairs)
+        plans = (policy.plan(budget, config, size).aligned(multiple) for policy, budget in pairs)
+        return tuple(replace(plan, rows=rows) for plan in plans)
 
     def check_prompt(self, length: int) -> None:
         """Refuses to pin a prompt that would leave some layer no pool.
@@ -154,15 +172,28 @@ class Generator:
             progress: called after each dispatch with the number of new tokens of unfinished rows.
 
         Raises:
-            UserError: an empty prompt, one too long for the model, one that pinning leaves no pool for, or seeds that
-                are not one per prompt.
+            UserError: an empty prompt, one too long for the model, one that pinning leaves no pool for, tokens that the
+                model does not have, seeds that are not one per prompt, or caches that do not fit on the device.
         """
         if not prompts:
             return []
+        self.check_stop_tokens(sampling)
         setup, token_BS, length_B = self._prepare(prompts, sampling.max_new_tokens)
         seed_B = row_seeds(seeds, len(prompts))
-        start, steps = self._start_program(setup, sampling), self.steps_program(setup, sampling, STEPS_PER_DISPATCH)
-        state = start(self.model.params, self.layer_scorers, token_BS, length_B, seed_B)
+        with memory_explained(setup, len(prompts), self.model.dtype):
+            return self._generate(setup, token_BS, length_B, seed_B, sampling, progress)
+
+    def _generate(
+        self,
+        setup: Setup,
+        token_BS: Int[np.ndarray, "B S"],
+        length_B: Int[np.ndarray, "B"],
+        seed_B: Int[np.ndarray, "B"],
+        sampling: SamplingParams,
+        progress: Callable[[int], None] | None,
+    ) -> list[Completion]:
+        state = self._start(setup, sampling, token_BS, length_B, seed_B)
+        steps = self.steps_program(setup, sampling, STEPS_PER_DISPATCH)
         tokens: list[Array] = []
         log_probs: list[Array] = []
         while len(tokens) * STEPS_PER_DISPATCH < sampling.max_new_tokens:
@@ -175,7 +206,7 @@ class Generator:
             if bool(state.done_B.all()):
                 break
         token_nB, log_prob_nB = np.concatenate(jax.device_get(tokens)), np.concatenate(jax.device_get(log_probs))
-        own_B = own_tokens(token_nB, setup.config, sampling, np.full(len(prompts), sampling.max_new_tokens))
+        own_B = own_tokens(token_nB, setup.config, sampling, np.full(len(seed_B), sampling.max_new_tokens))
         rows = zip(own_B, token_nB.T, log_prob_nB.T, cache_reports(setup, state.caches, state.usage), strict=True)
         return [
             completion(token_n[:own].tolist(), log_prob_n[:own].tolist(), sampling, report)
@@ -188,9 +219,12 @@ class Generator:
         Raises:
             UserError: as `generate`.
         """
+        self.check_stop_tokens(sampling)
         setup, token_BS, length_B = self._prepare([prompt], sampling.max_new_tokens)
-        start, steps = self._start_program(setup, sampling), self.steps_program(setup, sampling, 1)
-        state = start(self.model.params, self.layer_scorers, token_BS, length_B, row_seeds([seed], 1))
+        steps = self.steps_program(setup, sampling, 1)
+        with memory_explained(setup, 1, self.model.dtype):
+            state = self._start(setup, sampling, token_BS, length_B, row_seeds([seed], 1))
+            jax.block_until_ready(state.token_B)
         for _ in range(sampling.max_new_tokens):
             if bool(state.done_B[0]):
                 return
@@ -215,10 +249,12 @@ class Generator:
         if not 0 < prompt_length < T:
             raise UserError(f"prompt_length is {prompt_length}; a text of {T} tokens needs one from 1 to {T - 1}")
         setup, token_BS, length_B = self._prepare(list(text_BT[:, :prompt_length]), T - prompt_length)
-        prefill = self.compiled("prefill", setup, lambda: jax.jit(partial(decode.prefill, setup)))
+        prefill = self.prefill_program(setup)
         step = self.compiled("step", setup, lambda: jax.jit(partial(decode.decode_step, setup), donate_argnums=(2,)))
         seed_B = row_seeds(seeds, B)
-        logits_BV, caches = prefill(self.model.params, self.layer_scorers, token_BS, length_B, seed_B)
+        with memory_explained(setup, B, self.model.dtype):
+            logits_BV, caches = prefill(self.model.params, self.layer_scorers, token_BS, length_B, seed_B)
+            jax.block_until_ready(logits_BV)
         usage = _usage(caches, length_B)
         yield logits_BV
         for t in range(prompt_length, T - 1):
@@ -230,6 +266,29 @@ class Generator:
             usage = _higher(usage, now)
             yield logits_BV
         return cache_reports(setup, caches, usage)
+
+    def check_tokens(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Refuses token ids that the model does not have: a look-up would quietly take another.
+
+        Raises:
+            UserError: naming the prompt and the id.
+        """
+        size = self.model.config.vocab_size
+        for row, prompt in enumerate(prompts):
+            for token in (min(prompt), max(prompt)) if len(prompt) else ():
+                if not 0 <= token < size:
+                    raise UserError(f"prompt {row} has token {token}; the model's tokens are 0 to {size - 1}")
+
+    def check_stop_tokens(self, sampling: SamplingParams) -> None:
+        """Refuses stop tokens that the model cannot make.
+
+        Raises:
+            UserError: naming the id.
+        """
+        size = self.model.config.vocab_size
+        for token in sampling.stop_tokens:
+            if not 0 <= token < size:
+                raise UserError(f"stop_tokens has {token}; the model's tokens are 0 to {size - 1}")
 
     def setup(self, lengths: Sequence[int], new_tokens: int) -> Setup:
         """What is fixed for prompts of those lengths with up to `new_tokens` more each.
@@ -264,6 +323,10 @@ class Generator:
         """The parameters of every layer's policy."""
         return self.scorers if self.scorers is not None else [None] * self.model.config.num_layers
 
+    def prefill_program(self, setup: Setup) -> Callable[..., Any]:
+        """`decode.prefill` for that setup: (parameters, scorers, tokens, lengths, seeds) -> logits, caches."""
+        return self.compiled("prefill", setup, lambda: partial(decode.prefill, setup, programs=self._prefill_parts))
+
     def steps_program(self, setup: Setup, sampling: SamplingParams, steps: int) -> Callable[..., Any]:
         """`decode_steps` compiled for that setup: (parameters, scorers, state) -> state, tokens, log-probabilities."""
         build = partial(decode.decode_steps, setup, sampling=sampling, steps=steps)
@@ -279,12 +342,15 @@ class Generator:
     def _prepare(self, prompts, new_tokens):
         lengths = [len(prompt) for prompt in prompts]
         setup = self.setup(lengths, new_tokens)
+        self.check_tokens(prompts)
         return setup, padded(prompts, bucket(max(lengths))), np.asarray(lengths, np.int32)
 
-    def _start_program(self, setup, sampling):
-        return self.compiled(
-            "start", (setup, sampling), lambda: jax.jit(partial(decode.start, setup, sampling=sampling))
-        )
+    def _start(self, setup, sampling, token_BS, length_B, seed_B):
+        build = partial(decode.first_state, setup, sampling=sampling)
+        first_state = self.compiled("first_state", (setup, sampling), lambda: jax.jit(build, donate_argnums=(1,)))
+        prefill = self.prefill_program(setup)
+        logits_BV, caches = prefill(self.model.params, self.layer_scorers, token_BS, length_B, seed_B)
+        return first_state(logits_BV, caches, length_B, seed_B)
 
 
 _usage = jax.jit(decode.cache_usage)

@@ -24,7 +24,8 @@ class CacheReport:
         sinks, window, pool, state_entries, scratch: how they were spent during decoding (see `CachePlan`).
         allocated: slots that exist.
         peak_live: most slots ever occupied in any layer and head.
-        bytes: of this sequence's cache over all layers, the policy's state and bookkeeping included.
+        bytes: of this sequence's cache over all layers, scales, the policy's state and bookkeeping included.
+        cache_dtype: type of the cached keys and values.
         prompt_survival: share of the prompt still cached at the end, averaged over layers and heads.
         pin_prompt: whether the prompt could not be evicted.
         prefill_mode: how the prompt was evicted from.
@@ -45,6 +46,7 @@ class CacheReport:
     allocated: int
     peak_live: int
     bytes: int
+    cache_dtype: str
     prompt_survival: float
     pin_prompt: bool
     prefill_mode: str
@@ -98,6 +100,7 @@ def cache_reports(setup: Setup, caches: Sequence[LayerCache], usage: CacheUsage)
         {part: _mean_up([getattr(plan, part) for plan in plans]) for part in parts},
         allocated=_mean_up([plan.allocated for plan in plans]),
         bytes=sum(layer_bytes),
+        cache_dtype=_each_once(cache.k_BKCD.dtype.name for cache in caches),
         pin_prompt=setup.pin_prompt,
         prefill_mode=_each_once(policy.prefill_mode for policy in setup.policies),
         decode=_each_once(policy.decode for policy in setup.policies),

@@ -105,6 +105,7 @@ def apply_layers(
     attend: Attend,
     *,
     remat: bool = False,
+    tokens_at_once: int | None = None,
 ) -> tuple[Float[Array, "B T E"], list[Any]]:
     """Embed the tokens and run every layer, with `attend` as the attention.
 
@@ -112,6 +113,7 @@ def apply_layers(
         position_BT: rotary positions.
         attend: called once per layer, in order. It may close over arrays; gradients reach them.
         remat: keep only each layer's input for the backward pass and compute the rest again.
+        tokens_at_once: as in `apply_layer`.
 
     Returns:
         The hidden states after the final norm, in the dtype of the weights, and what `attend` returned beside its
@@ -121,7 +123,7 @@ def apply_layers(
     rotation = rope_rotation(config, position_BT, residual_BTE.dtype)
     extras = []
     for index, layer in enumerate(params.layers):
-        step = partial(apply_layer, config, partial(attend, index))
+        step = partial(apply_layer, config, partial(attend, index), tokens_at_once=tokens_at_once)
         residual_BTE, extra = (jax.checkpoint(step) if remat else step)(layer, residual_BTE, rotation)
         extras.append(extra)
     return rms_norm(residual_BTE, params.final_norm_E, config.rms_norm_eps), extras
@@ -133,33 +135,55 @@ def apply_layer(
     layer: LayerParams,
     residual_BTE: Float[Array, "B T E"],
     rotation: Rotation,
+    *,
+    tokens_at_once: int | None = None,
 ) -> tuple[Float[Array, "B T E"], Any]:
-    """One layer: attention and feed-forward on the residual stream, and what `attend` returned beside its output."""
-    o_BTHD, extra = attend(layer_inputs(config, layer, residual_BTE, rotation))
-    batch, length, _ = residual_BTE.shape
-    residual_BTE = residual_BTE + o_BTHD.reshape(batch, length, -1) @ layer.o_proj
+    """One layer: attention and feed-forward on the residual stream, and what `attend` returned beside its output.
 
-    x_BTE = rms_norm(residual_BTE, layer.mlp_norm_E, config.rms_norm_eps)
-    gate_BTF, up_BTF = jnp.split(x_BTE @ layer.gate_up_proj.reshape(x_BTE.shape[-1], -1), 2, axis=-1)
-    gated_BTF = jax.nn.silu(gate_BTF) * up_BTF
-    return residual_BTE + gated_BTF @ layer.down_proj, extra
+    Args:
+        tokens_at_once: more tokens than this, of all rows together, take turns in all but the attention. A long prompt
+            then needs little more than its residual stream, q, k and v; the feed-forward's hidden layer alone would be
+            twice as large. None for all at once. The result is the same.
+    """
+    inputs = _in_turns(partial(layer_inputs, config, layer), tokens_at_once, residual_BTE, rotation)
+    o_BTHD, extra = attend(inputs)
+    return _in_turns(partial(after_attention, config, layer), tokens_at_once, residual_BTE, o_BTHD), extra
 
 
 def layer_inputs(
-    config: ModelConfig, layer: LayerParams, residual_BTE: Float[Array, "B T E"], rotation: Rotation
+    config: ModelConfig, layer: LayerParams, residual: Float[Array, "*T E"], rotation: Rotation
 ) -> LayerInputs:
-    """What a layer's attention reads, from the residual stream that enters the layer."""
-    batch, length, _ = residual_BTE.shape
-    x_BTE = rms_norm(residual_BTE, layer.attention_norm_E, config.rms_norm_eps)
+    """What a layer's attention reads, from the residual stream that enters the layer; of any tokens, [*T, ...]."""
+    tokens = residual.shape[:-1]
+    x = rms_norm(residual, layer.attention_norm_E, config.rms_norm_eps)
     E, K, J, D = layer.qkv_proj.shape
-    qkv_BTKJD = (x_BTE @ layer.qkv_proj.reshape(E, -1)).reshape(batch, length, K, J, D)
-    q_BTHD = qkv_BTKJD[..., :-2, :].reshape(batch, length, -1, D)
-    k_BTKD, v_BTKD = qkv_BTKJD[..., -2, :], qkv_BTKJD[..., -1, :]
+    qkv = (x @ layer.qkv_proj.reshape(E, -1)).reshape(*tokens, K, J, D)
+    q, k, v = qkv[..., :-2, :].reshape(*tokens, -1, D), qkv[..., -2, :], qkv[..., -1, :]
     if layer.q_norm_D is not None:
-        q_BTHD = rms_norm(q_BTHD, layer.q_norm_D, config.rms_norm_eps)
+        q = rms_norm(q, layer.q_norm_D, config.rms_norm_eps)
     if layer.k_norm_D is not None:
-        k_BTKD = rms_norm(k_BTKD, layer.k_norm_D, config.rms_norm_eps)
-    return LayerInputs(x_BTE, apply_rope(q_BTHD, rotation), apply_rope(k_BTKD, rotation), v_BTKD)
+        k = rms_norm(k, layer.k_norm_D, config.rms_norm_eps)
+    return LayerInputs(x, apply_rope(q, rotation), apply_rope(k, rotation), v)
+
+
+def after_attention(
+    config: ModelConfig, layer: LayerParams, residual: Float[Array, "*T E"], o: Float[Array, "*T H D"]
+) -> Float[Array, "*T E"]:
+    """The residual stream that leaves a layer: attention's output and the feed-forward (SwiGLU) on it."""
+    residual = residual + o.reshape(*residual.shape[:-1], -1) @ layer.o_proj
+    x = rms_norm(residual, layer.mlp_norm_E, config.rms_norm_eps)
+    gate, up = jnp.split(x @ layer.gate_up_proj.reshape(x.shape[-1], -1), 2, axis=-1)
+    return residual + (jax.nn.silu(gate) * up) @ layer.down_proj
+
+
+def _in_turns(f: Callable[..., Any], most: int | None, *of_tokens: Any) -> Any:
+    """What `f` makes of arrays [B, T, ...], `most` tokens at a time; it must treat every token alike."""
+    batch, length = jax.tree.leaves(of_tokens)[0].shape[:2]
+    if most is None or batch * length <= most:
+        return f(*of_tokens)
+    flat = jax.tree.map(lambda x: x.reshape(batch * length, *x.shape[2:]), of_tokens)
+    made = jax.lax.map(lambda token: f(*token), flat, batch_size=most)
+    return jax.tree.map(lambda x: x.reshape(batch, length, *x.shape[1:]), made)
 
 
 def unembed(config: ModelConfig, params: DecoderParams, hidden: Float[Array, "... E"]) -> Float[Array, "... V"]:

@@ -6,17 +6,20 @@ Reading them needs the optional package `gguf` (the extra of the same name).
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from kvpop_jax.errors import UserError
 from kvpop_jax.models.config import Fields, ModelConfig, RopeScaling
 from kvpop_jax.models.decoder import DecoderParams
 from kvpop_jax.models.rope import rescale_frequencies, unscaled_frequencies
-from kvpop_jax.models.weights import check_tensors, read_params, stored_shapes
+from kvpop_jax.models.weights import PARTS, check_tensors, read_params, stored_shapes
+from kvpop_jax.sharding import check
 
 TENSOR_NAMES = {
     "embedding_VE": "token_embd.weight",
@@ -109,12 +112,15 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
     )
 
 
-def gguf_params(file: GGUFFile, config: ModelConfig, dtype: jnp.dtype) -> DecoderParams:
+def gguf_params(file: GGUFFile, config: ModelConfig, dtype: jnp.dtype, mesh: Mesh | None = None) -> DecoderParams:
     """Dequantise every tensor and bring it into our layout.
 
     Raises:
-        UserError: naming the tensors that are missing, unexpected, of the wrong shape or of an unknown type.
+        UserError: naming the tensors that are missing, unexpected, of the wrong shape or of an unknown type, or the
+            size that the mesh does not divide.
     """
+    if mesh is not None:
+        check(config, mesh)
     check_tensors(
         stored_shapes(config, TENSOR_NAMES),
         {name: tuple(reversed(tensor.shape.tolist())) for name, tensor in file.tensors.items()},
@@ -123,7 +129,8 @@ def gguf_params(file: GGUFFile, config: ModelConfig, dtype: jnp.dtype) -> Decode
         file_of=lambda _: file.path.name,
     )
 
-    def read(name: str) -> np.ndarray:
+    @lru_cache(maxsize=max(map(len, PARTS.values())))  # the parts of one field, of which every device asks for its own
+    def whole(name: str) -> np.ndarray:
         stored = _dequantize(file, name)
         if config.family == "llama" and name.endswith("attn_q.weight"):
             return _to_half_split(stored, config.num_heads)
@@ -131,7 +138,7 @@ def gguf_params(file: GGUFFile, config: ModelConfig, dtype: jnp.dtype) -> Decode
             return _to_half_split(stored, config.num_kv_heads)
         return stored
 
-    return read_params(config, TENSOR_NAMES, read, dtype)
+    return read_params(config, TENSOR_NAMES, lambda name, index: whole(name)[index], dtype, mesh)
 
 
 def smollm2_path() -> Path:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -20,7 +21,8 @@ from safetensors.numpy import save_file
 from kvpop_jax.errors import UserError
 from kvpop_jax.models.config import ModelConfig
 from kvpop_jax.models.decoder import DecoderParams
-from kvpop_jax.models.weights import check_tensors, default_dtype, named_tensors, read_params, stored_shapes
+from kvpop_jax.models.weights import Index, check_tensors, default_dtype, named_tensors, read_params, stored_shapes
+from kvpop_jax.sharding import check
 
 TENSOR_NAMES = {
     "embedding_VE": "model.embed_tokens.weight",
@@ -43,20 +45,26 @@ _DOWNLOADED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 _DTYPES = ("F64", "F32", "F16", "BF16")
 
 
-def read_huggingface(folder: Path, dtype: DTypeLike | None = None) -> tuple[ModelConfig, DecoderParams]:
+def read_huggingface(
+    folder: Path, dtype: DTypeLike | None = None, mesh: Mesh | None = None
+) -> tuple[ModelConfig, DecoderParams]:
     """Read configuration and weights of a model folder.
 
     Args:
         folder: holds config.json and model.safetensors, or the parts that model.safetensors.index.json lists.
         dtype: of the weights in memory; None: float32 on a CPU, bfloat16 on an accelerator.
+        mesh: where the weights lie; each process reads the parts that its devices hold.
 
     Raises:
-        UserError: naming the file, and the field or tensor, that is missing, unreadable or not what the rest says.
+        UserError: naming the file, and the field or tensor, that is missing, unreadable or not what the rest says, or
+            the size that the mesh does not divide.
     """
     generation_file = folder / "generation_config.json"
     generation = _read_json(generation_file) if generation_file.exists() else None
     config_file = folder / "config.json"
     config = ModelConfig.from_hf(_read_json(config_file), generation, where=str(config_file))
+    if mesh is not None:
+        check(config, mesh)
 
     with contextlib.ExitStack() as stack:
         files = {path: stack.enter_context(_open_tensors(path)) for path in weight_files(folder)}
@@ -73,14 +81,14 @@ def read_huggingface(folder: Path, dtype: DTypeLike | None = None) -> tuple[Mode
             file_of=lambda name: file_of[name].name,
         )
 
-        def read(name: str) -> np.ndarray:
+        def read(name: str, index: Index) -> np.ndarray:
             kind = slices[name].get_dtype()
             if kind not in _DTYPES:
                 raise UserError(f"{file_of[name]}: tensor {name} is {kind}; supported are {', '.join(_DTYPES)}")
-            return files[file_of[name]].get_tensor(name)
+            return slices[name][index]
 
         dtype = default_dtype() if dtype is None else jnp.dtype(dtype)
-        return config, read_params(config, TENSOR_NAMES, read, dtype)
+        return config, read_params(config, TENSOR_NAMES, read, dtype, mesh)
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from kvpop_jax.models.config import ModelConfig, RopeScaling
 
-Rotation = tuple[Float[Array, "B T D2"], Float[Array, "B T D2"]]
+Rotation = tuple[Float[Array, "*T D2"], Float[Array, "*T D2"]]
 """Cosine and sine of every position's D/2 angles."""
 
 
@@ -43,9 +43,8 @@ def rope_rotation(config: ModelConfig, position_BT: Int[Array, "B T"], dtype: jn
     return jnp.cos(angle_BTD2), jnp.sin(angle_BTD2)
 
 
-def apply_rope(x_BTHD: Float[Array, "B T H D"], rotation: Rotation) -> Float[Array, "B T H D"]:
-    """Rotate the pairs (i, i + D/2) of every head by the position's angles; keeps the dtype of `x_BTHD`."""
-    cos_BT1D2, sin_BT1D2 = (table[:, :, None, :] for table in rotation)
-    first, second = jnp.split(x_BTHD.astype(cos_BT1D2.dtype), 2, axis=-1)
-    rotated = [first * cos_BT1D2 - second * sin_BT1D2, second * cos_BT1D2 + first * sin_BT1D2]
-    return jnp.concatenate(rotated, axis=-1).astype(x_BTHD.dtype)
+def apply_rope(x: Float[Array, "*T H D"], rotation: Rotation) -> Float[Array, "*T H D"]:
+    """Rotate the pairs (i, i + D/2) of every head by the position's angles; keeps the dtype of `x`."""
+    cos, sin = (table[..., None, :] for table in rotation)
+    first, second = jnp.split(x.astype(cos.dtype), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

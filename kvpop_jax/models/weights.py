@@ -11,11 +11,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import tree_flatten_with_path, tree_map_with_path
 
 from kvpop_jax.errors import UserError
 from kvpop_jax.models.config import ModelConfig
 from kvpop_jax.models.decoder import DecoderParams, init_params
+from kvpop_jax.sharding import shardings_of
+
+Index = tuple[slice, ...]
+"""A part of an array: one slice for each axis."""
+
+Read = Callable[[str, Index], np.ndarray]
+"""(tensor name, part of it) -> that part."""
 
 Names = Mapping[str, str]
 """Field of `DecoderParams` or `LayerParams`, or one of its `PARTS` -> tensor name, with `{}` for the layer index."""
@@ -66,18 +74,39 @@ def check_tensors(
 
 
 def read_params(
-    config: ModelConfig, names: Names, read: Callable[[str], np.ndarray], dtype: jnp.dtype
+    config: ModelConfig, names: Names, read: Read, dtype: jnp.dtype, mesh: Mesh | None = None
 ) -> DecoderParams:
-    """Build the parameters from `read(tensor name)`, one tensor at a time, cast to `dtype`."""
+    """Build the parameters, one at a time, cast to `dtype`.
 
-    def load(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        field = path[-1].name
-        parts = [read(name) for name in _tensor_names(path, names)]
-        if _is_turned(field):
-            parts = [part.T for part in parts]
-        return jnp.asarray(join_projection(field, parts, leaf.shape) if field in PARTS else parts[0], dtype)
+    Args:
+        read: gives the named tensor, or the part of it that is asked for.
+        mesh: where they lie: every device's share is read by itself, and only by the process it belongs to. None for
+            the default device.
+    """
+    shapes = _param_shapes(config)
 
-    return tree_map_with_path(load, _param_shapes(config))
+    def load(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, placed: NamedSharding | None) -> jax.Array:
+        field, tensors = path[-1].name, _tensor_names(path, names)
+        blocks: dict[str, np.ndarray] = {}
+
+        def block(index: Index) -> np.ndarray:
+            if str(index) not in blocks:  # several devices may hold the same
+                spans = [span.indices(size)[:2] for span, size in zip(index, leaf.shape, strict=True)]
+                parts = [read(*part) for part in zip(tensors, _stored_indices(field, spans, leaf.shape), strict=True)]
+                if _is_turned(field):
+                    parts = [part.T for part in parts]
+                shape = tuple(stop - start for start, stop in spans)
+                blocks[str(index)] = np.asarray(
+                    join_projection(field, parts, shape) if field in PARTS else parts[0], dtype
+                )
+            return blocks[str(index)]
+
+        if placed is None:
+            return jnp.asarray(block((slice(None),) * len(leaf.shape)))
+        return jax.make_array_from_callback(leaf.shape, placed, block)
+
+    placed = jax.tree.map(lambda _: None, shapes) if mesh is None else shardings_of(shapes, mesh)
+    return tree_map_with_path(load, shapes, placed)
 
 
 def named_tensors(params: DecoderParams, names: Names, dtype: jnp.dtype) -> dict[str, np.ndarray]:
@@ -102,6 +131,18 @@ def join_projection(field: str, parts: list[np.ndarray], shape: tuple[int, ...])
         rows, heads, _, size = shape
         return np.concatenate([part.reshape(rows, heads, -1, size) for part in parts], axis=2)
     return np.stack(parts, axis=1)
+
+
+def _stored_indices(field: str, spans: list[tuple[int, int]], shape: tuple[int, ...]) -> list[Index]:
+    """The part of each stored tensor that the part of a field is made of; spans are (start, stop) along its axes."""
+    if field == "qkv_proj":
+        E, K = (slice(*span) for span in spans[:2])
+        *_, G2, D = shape
+        return [(slice(K.start * rows * D, K.stop * rows * D), E) for rows in (G2 - 2, 1, 1)]
+    if field == "gate_up_proj":
+        return [(slice(*spans[2]), slice(*spans[0]))] * 2
+    index = tuple(slice(*span) for span in spans)
+    return [index[::-1] if _is_turned(field) else index]
 
 
 def default_dtype() -> jnp.dtype:

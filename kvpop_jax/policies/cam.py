@@ -71,6 +71,7 @@ def make(settings: PolicySettings) -> Policy:
         take_over=take_over,
         step=step,
         priorities=None,
+        rewrites=True,
     )
 
 

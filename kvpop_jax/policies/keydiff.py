@@ -13,6 +13,7 @@ from kvpop_jax.cache import plan_cache
 from kvpop_jax.policies.machinery.attend_then_evict import attend_then_evict
 from kvpop_jax.policies.machinery.base import Policy
 from kvpop_jax.policies.machinery.settings import PolicySettings
+from pallas_kernels.rows import read_rows
 
 
 def make(settings: PolicySettings) -> Policy:
@@ -22,7 +23,7 @@ def make(settings: PolicySettings) -> Policy:
         return _difference(jnp.swapaxes(kept.k_BSKD, 1, 2), kept.alive_BKS)
 
     def rescore(cache, attention_BHC):
-        return _difference(cache.k_BKCD, cache.position_BKC >= 0)
+        return _difference(read_rows(cache.k_BKCD), cache.position_BKC >= 0)
 
     def plan(budget, config, entry_bytes):
         return plan_cache("keydiff", budget, sinks=0, window=0, state_bytes=0, entry_bytes=entry_bytes, scratch=1)

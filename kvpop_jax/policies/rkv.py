@@ -20,6 +20,7 @@ from kvpop_jax.policies.machinery.base import Policy
 from kvpop_jax.policies.machinery.keeping import inverse_permutation, keep_all, keep_best, prompt_length
 from kvpop_jax.policies.machinery.prompt_attention import full_attention
 from kvpop_jax.policies.machinery.settings import PolicySettings
+from pallas_kernels.rows import read_rows, to_rows
 
 
 def make(settings: PolicySettings) -> Policy:
@@ -52,20 +53,21 @@ def make(settings: PolicySettings) -> Policy:
     def take_over(_, prompt, kept, plan):
         score_BKS = score_prompt(prompt, kept)
         length_B = prompt_length(prompt)
-        state = _last_queries(prompt, length_B, window), jnp.zeros_like(length_B)
+        # Kept like the cache's rows, as which the plan counts them.
+        state = to_rows(_last_queries(prompt, length_B, window), plan.rows), jnp.zeros_like(length_B)
         return cache_of(cut(kept, score_BKS, prompt, plan), score_BKS, prompt, plan, state)
 
     def step(_, cache, new, plan):
         o_BHD, cache, _attention = attend(cache, new)
-        query_BHWD, steps_B = cache.state
+        kept_queries, steps_B = cache.state
         at_W1 = (jnp.arange(window) == (new.position_B % window)[:, None])[:, None, :, None]
-        query_BHWD = jnp.where(at_W1, new.q_BHD[:, :, None], query_BHWD)
-        cache = replace(cache, state=(query_BHWD, steps_B + 1))
+        query_BHWD = jnp.where(at_W1, new.q_BHD[:, :, None], read_rows(kept_queries))
+        cache = replace(cache, state=(to_rows(query_BHWD, plan.rows), steps_B + 1))
         due_B = (steps_B + 1) % methods.rkv_interval == 0
 
         def compress(cache):
             position_BKC = cache.position_BKC
-            score_BKC = _score(methods, query_BHWD, cache.k_BKCD, position_BKC, new.position_B)
+            score_BKC = _score(methods, query_BHWD, read_rows(cache.k_BKCD), position_BKC, new.position_B)
             last_B11, pinned_B11 = new.position_B[:, None, None], new.pinned_B[:, None, None]
             protected_BKC = (position_BKC > last_B11 - window) | (position_BKC < pinned_B11)
             priority_BKC = jnp.where(protected_BKC, PROTECTED, score_BKC)
@@ -84,6 +86,7 @@ def make(settings: PolicySettings) -> Policy:
         take_over=take_over,
         step=step,
         priorities=None,
+        shrinks=True,
     )
 
 

@@ -39,6 +39,7 @@ def make(settings: PolicySettings) -> Policy:
         take_over=_take_over,
         step=_step,
         priorities=None,
+        rewrites=True,
     )
 
 

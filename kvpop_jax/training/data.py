@@ -6,7 +6,6 @@ from typing import Any
 
 import grain
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import flags
 from grain import experimental as grain_experimental
@@ -52,25 +51,24 @@ def make_iterator(
     *,
     batch_size: int,
     seed: int,
-    process_index: int = 0,
-    process_count: int = 1,
 ) -> grain.DatasetIterator:
-    """Endless batches of this process: every document once per epoch, in an order that depends on the seed only.
+    """Endless batches: every document once per epoch, in an order that depends on the seed only.
 
-    The iterator is checkpointed by saving the object itself with Orbax, or with `get_state` / `set_state`.
+    The iterator is checkpointed with `get_state` and `set_state`. Of several processes each makes the whole batches and
+    uses its own rows: which documents share a row depends on all that came before, and only so can a run go on with
+    another number of processes.
 
     Args:
-        source: the documents; each process takes every `process_count`-th.
+        source: the documents.
         encoder: turns rows into arrays.
         settings: packing and workers.
-        batch_size: rows of this process's batches.
+        batch_size: rows of a batch.
         seed: seed of the order.
 
     Returns:
         An iterator over dicts of arrays that `to_batch` understands.
     """
-    documents = grain.MapDataset.source(source).seed(seed).shuffle().repeat()
-    documents = documents[process_index::process_count].map(encoder)
+    documents = grain.MapDataset.source(source).seed(seed).shuffle().repeat().map(encoder)
     # One reading thread: the work is Python, and more threads would only take turns.
     rows = grain_experimental.FirstFitPackIterDataset(
         documents.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=16)),
@@ -87,7 +85,7 @@ def make_iterator(
 
 
 def to_batch(arrays: dict[str, np.ndarray]) -> tuple[Batch, dict[str, int]]:
-    """A batch for the device, and counts: `tokens` (not padding), `documents` laid in, `overlong` ones met.
+    """A batch of NumPy arrays, and counts: `tokens` (not padding), `documents` laid in, `overlong` ones met.
 
     Raises:
         UserError: every document is longer than a row, so that there is nothing but padding.
@@ -102,8 +100,8 @@ def to_batch(arrays: dict[str, np.ndarray]) -> tuple[Batch, dict[str, int]]:
             f"data: the last {counts['overlong']} documents are all longer than seq_len ({arrays['token'].shape[1]}); "
             "raise seq_len or set data.overlong to truncate"
         )
-    token, segment, position = (jnp.asarray(arrays[name], jnp.int32) for name in ("token", "segment", "position"))
-    prompt, loss = (jnp.asarray(arrays[name], bool) for name in ("prompt", "loss"))
+    token, segment, position = (np.asarray(arrays[name], np.int32) for name in ("token", "segment", "position"))
+    prompt, loss = (np.asarray(arrays[name], bool) for name in ("prompt", "loss"))
     return Batch(token, segment, position, prompt, loss), counts
 
 

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from kvpop_jax.models import DecoderParams, LayerInputs, ModelConfig, apply_layer, rms_norm, rope_rotation
 from kvpop_jax.sharding import constrain, gathered
+from pallas_kernels.residuals import SAVE_RESIDUALS
 
 ScannedAttend = Callable[[Int[Array, ""], Any, LayerInputs], tuple[Float[Array, "B T H D"], Any]]
 """(layer index, what belongs to the layer, inputs) -> attention output and a pytree of arrays."""
@@ -48,7 +49,8 @@ def scan_layers(
         position_BT: rotary positions.
         attend: the attention; it may close over arrays, and gradients reach them.
         of_layers: whatever else each layer has of its own: a list over layers, or stacked; None for nothing.
-        remat: keep only each layer's input for the backward pass and compute the rest again.
+        remat: keep only each layer's input and `pallas_kernels.residuals` for the backward pass, and compute the rest
+            again: neither attention nor what eviction decided is.
 
     Returns:
         Hidden states after the final norm, and what `attend` returned beside its output, stacked over layers.
@@ -62,5 +64,7 @@ def scan_layers(
         return constrain(residual_BTE, "BTE"), extra
 
     layers = jnp.arange(config.num_layers), stack(params.layers), stack(of_layers)
-    residual_BTE, extras = lax.scan(jax.checkpoint(body) if remat else body, residual_BTE, layers)
+    residual_BTE, extras = lax.scan(
+        jax.checkpoint(body, policy=SAVE_RESIDUALS) if remat else body, residual_BTE, layers
+    )
     return rms_norm(residual_BTE, params.final_norm_E, config.rms_norm_eps), extras

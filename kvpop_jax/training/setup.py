@@ -9,7 +9,9 @@ from typing import Any
 import grain
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
+from kvpop_jax import sharding
 from kvpop_jax.config import InitConfig, TrainConfig
 from kvpop_jax.models import (
     ModelConfig,
@@ -32,14 +34,14 @@ class Setup:
     """What a run is made of.
 
     Attributes:
-        weights: the trained weights by group, in float32.
+        weights: the trained weights by group, in float32, on the mesh as `frozen`.
         frozen: weights that the objective reads and does not train.
         objective: what is minimised.
         measure: more metrics, computed when a line is printed; None if the objective gives all there are.
         optimizers: one per group.
         pools: pool sizes that rows take turns through.
         data: the batches.
-        export: writes trained weights into an empty folder, for `load_model` and `load_scorer`.
+        export: writes trained weights, in host memory, into an empty folder, for `load_model` and `load_scorer`.
     """
 
     weights: Groups
@@ -57,17 +59,17 @@ def compute_dtype(config: TrainConfig) -> jnp.dtype:
     return default_dtype() if config.dtype == "auto" else jnp.dtype(config.dtype)
 
 
-def prepare_pretrain(config: TrainConfig) -> Setup:
+def prepare_pretrain(config: TrainConfig, mesh: Mesh) -> Setup:
     """A model from scratch, or one to go on with, trained on cross entropy.
 
     Raises:
-        UserError: a model, tokenizer or data file that cannot be used.
+        UserError: a model, tokenizer or data file that cannot be used, or a size that the mesh does not divide.
     """
     dtype = compute_dtype(config)
     if config.model.source is None:
-        model_config, params, tokenizer = _new_model(config)
+        model_config, params, tokenizer = _new_model(config, mesh)
     else:
-        model = load_model(config.model.source, jnp.float32)
+        model = load_model(config.model.source, jnp.float32, mesh)
         model_config, params, tokenizer = model.config, model.params, model.tokenizer
     return Setup(
         weights={"base": params},
@@ -98,7 +100,7 @@ def make_optimizers(config: TrainConfig, groups: tuple[str, ...]) -> dict[str, G
 
 
 def open_data(config: TrainConfig, tokenizer: Any, *, longest_prompt: int | None) -> grain.DatasetIterator:
-    """This process's batches; a prompt longer than `longest_prompt` is refused."""
+    """The batches; a prompt longer than `longest_prompt` is refused."""
     encoder = Encoder(
         tokenizer=tokenizer,
         seq_len=config.seq_len,
@@ -111,17 +113,17 @@ def open_data(config: TrainConfig, tokenizer: Any, *, longest_prompt: int | None
         open_source(config.data, config.seed),
         encoder,
         config.data,
-        batch_size=config.batch_size // jax.process_count(),
+        batch_size=config.batch_size,
         seed=config.seed,
-        process_index=jax.process_index(),
-        process_count=jax.process_count(),
     )
 
 
-def _new_model(config: TrainConfig) -> tuple[ModelConfig, Any, Any]:
+def _new_model(config: TrainConfig, mesh: Mesh) -> tuple[ModelConfig, Any, Any]:
     tokenizer = load_tokenizer(Path(config.model.tokenizer or ""))
     model_config = _new_model_config(config.model.init, tokenizer)
-    return model_config, init_params(model_config, jax.random.key(config.seed), jnp.dtype(jnp.float32)), tokenizer
+    sharding.check(model_config, mesh)
+    params = init_params(model_config, jax.random.key(config.seed), jnp.dtype(jnp.float32))
+    return model_config, sharding.place(params, mesh), tokenizer
 
 
 def _new_model_config(init: InitConfig, tokenizer: Any) -> ModelConfig:

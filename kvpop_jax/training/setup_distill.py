@@ -6,12 +6,13 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
-from kvpop_jax import policies
+from kvpop_jax import policies, sharding
 from kvpop_jax.cache import CachePlan, entry_bytes
 from kvpop_jax.config import TrainConfig
 from kvpop_jax.errors import UserError
-from kvpop_jax.models import DecoderParams, LoadedModel, fingerprint, load_model
+from kvpop_jax.models import DecoderParams, LoadedModel, ModelConfig, fingerprint, load_model
 from kvpop_jax.policies import Policy, PolicySettings
 from kvpop_jax.scorers import Scorer, dims_of
 from kvpop_jax.scorers.files import ScorerSettings, load_scorer, make_scorer, save_scorer
@@ -22,32 +23,26 @@ from kvpop_jax.training.step import Groups
 from kvpop_jax.training.student import Student
 
 
-def prepare_distill(config: TrainConfig) -> Setup:
+def prepare_distill(config: TrainConfig, mesh: Mesh) -> Setup:
     """The configured model under the configured policy; its weights, its scorer, or both are trained.
 
     Raises:
         UserError: a model or data file that cannot be used, a policy without an expiry form, a budget without a pool,
-            or nothing to train.
+            a size that the mesh does not divide, or nothing to train.
     """
     dtype = compute_dtype(config)
     # Weights that are trained start from float32; frozen ones are only ever held in the type they compute in.
-    model = load_model(str(config.model.source), dtype if config.freeze_base else jnp.float32)
-    settings = scorer_settings(config)
-    scorer = None if settings is None else make_scorer(settings, dims_of(model.config))
-    policy = policies.make(config.policy.name, PolicySettings(config.policy.sinks, config.policy.window, scorer))
-    student = make_student(config, policy, scorer)
-    if config.freeze_base and scorer is None:
-        raise UserError(f"freeze_base leaves policy {config.policy.name} nothing to train; it has no scorer")
-    plans = {budget: _plan(policy, model, budget, dtype) for budget in config.policy.budgets}
-    student = replace(student, capacity=max(plan.capacity for plan in plans.values()))
-    weights = _starting_weights(config, model, scorer)
+    model = load_model(str(config.model.source), dtype if config.freeze_base else jnp.float32, mesh)
+    student, plans = configured_student(config, model.config, dtype)
+    weights = _starting_weights(config, model, student.scorer, mesh)
     if config.freeze_base:
         objective = distill.train_scorer(model.config, student, remat=config.remat)
         measure = distill.distance(model.config, student)
     else:
         objective = distill.distill(model.config, student, dtype, remat=config.remat)
         measure = None
-    frozen = _stacked(model.params, dtype)
+    # A copy, because the first step takes over the trained weights' buffers.
+    frozen = sharding.make_on(mesh, partial(_stacked, dtype=dtype), model.params)
     return Setup(
         weights=weights,
         frozen=frozen,
@@ -60,19 +55,38 @@ def prepare_distill(config: TrainConfig) -> Setup:
     )
 
 
-def _starting_weights(config: TrainConfig, model: LoadedModel, scorer: Scorer | None) -> Groups:
+def configured_student(
+    config: TrainConfig, model: ModelConfig, dtype: jnp.dtype
+) -> tuple[Student, dict[int, CachePlan]]:
+    """The student of a model of those sizes, and what each budget is spent on.
+
+    Raises:
+        UserError: a policy without an expiry form, a budget without a pool, or nothing to train.
+    """
+    settings = scorer_settings(config)
+    scorer = None if settings is None else make_scorer(settings, dims_of(model))
+    policy = policies.make(config.policy.name, PolicySettings(config.policy.sinks, config.policy.window, scorer))
+    student = make_student(config, policy, scorer)
+    if config.freeze_base and scorer is None:
+        raise UserError(f"freeze_base leaves policy {config.policy.name} nothing to train; it has no scorer")
+    size = entry_bytes(model.head_dim, dtype)
+    plans = {budget: policy.plan(budget, model, size) for budget in config.policy.budgets}
+    return replace(student, capacity=max(plan.capacity for plan in plans.values())), plans
+
+
+def _starting_weights(config: TrainConfig, model: LoadedModel, scorer: Scorer | None, mesh: Mesh) -> Groups:
     """The groups that are trained, as the run starts: the model's own and a new scorer, or an earlier run's."""
     if config.start_from is not None:
-        return _earlier_weights(config, config.start_from, model, scorer)
+        return _earlier_weights(config, config.start_from, model, scorer, mesh)
     weights: Groups = {} if config.freeze_base else {"base": model.params}
     if scorer is not None:
         keys = jax.random.split(jax.random.key(config.seed), model.config.num_layers)
-        weights["scorer"] = [scorer.init(key) for key in keys]
+        weights["scorer"] = sharding.place([scorer.init(key) for key in keys], mesh)
     return weights
 
 
-def _earlier_weights(config: TrainConfig, folder: str, model: LoadedModel, scorer: Scorer | None) -> Groups:
-    earlier = load_model(folder, jnp.float32)
+def _earlier_weights(config: TrainConfig, folder: str, model: LoadedModel, scorer: Scorer | None, mesh: Mesh) -> Groups:
+    earlier = load_model(folder, jnp.float32, mesh)
     if replace(earlier.config, max_position=0) != replace(model.config, max_position=0):
         raise UserError(f"start_from: {folder} holds another architecture than {config.model.source}")
     weights: Groups = {"base": earlier.params}
@@ -82,7 +96,7 @@ def _earlier_weights(config: TrainConfig, folder: str, model: LoadedModel, score
     shapes = jax.tree.map(jnp.shape, loaded.params[0])
     if shapes != jax.tree.map(jnp.shape, jax.eval_shape(scorer.init, jax.random.key(0))):
         raise UserError(f"start_from: the scorer of {folder} has other sizes than the one configured under scorer")
-    return weights | {"scorer": loaded.params}
+    return weights | {"scorer": sharding.place(loaded.params, mesh)}
 
 
 def scorer_settings(config: TrainConfig) -> ScorerSettings | None:
@@ -99,12 +113,8 @@ def make_student(config: TrainConfig, policy: Policy, scorer: Scorer | None) -> 
 
 
 def _stacked(params: DecoderParams, dtype: jnp.dtype) -> DecoderParams:
-    """The dense model as steps read it: a copy, because the first step takes over the trained weights' buffers."""
+    """The dense model as steps read it."""
     return stack_layers(jax.tree.map(lambda leaf: jnp.array(leaf, dtype, copy=True), params))
-
-
-def _plan(policy: Policy, model: LoadedModel, budget: int, dtype: jnp.dtype) -> CachePlan:
-    return policy.plan(budget, model.config, entry_bytes(model.config.head_dim, dtype))
 
 
 def _longest_prompt(config: TrainConfig, plans: dict[int, CachePlan]) -> int | None:

@@ -71,7 +71,8 @@ def make_step(
         pools: the pool sizes that rows take turns through, over the rows of a batch and on through the run.
         seed: with the step number it determines what is sampled in the step.
         accumulate: parts of the batch whose gradients are averaged, one after the other; divides the rows of a batch.
-        state_shardings: where the next state lies, a tree like it; None leaves it to the compiler.
+        state_shardings: where the next state lies, a tree like it; metrics then lie everywhere, as its step does. None
+            leaves both to the compiler.
 
     Returns:
         `(state, frozen weights, batch) -> (state, metrics)`. Beside the objective's, the metrics hold the loss,
@@ -93,18 +94,21 @@ def make_step(
 
     if state_shardings is None:
         return jax.jit(step, donate_argnums=0)
-    return jax.jit(step, donate_argnums=0, out_shardings=(state_shardings, None))
+    return jax.jit(step, donate_argnums=0, out_shardings=(state_shardings, state_shardings.step))
 
 
 def make_measure(
-    measure: Measure, *, pools: tuple[int, ...], seed: int
+    measure: Measure, *, pools: tuple[int, ...], seed: int, everywhere: Any = None
 ) -> Callable[[Groups, Any, Batch, Int[Array, ""]], Metrics]:
-    """Compiles a measurement: `(weights, frozen weights, batch, step) -> metrics`, with the step's pools and key."""
+    """Compiles a measurement: `(weights, frozen weights, batch, step) -> metrics`, with the step's pools and key.
+
+    `everywhere` is the sharding of the metrics; None leaves it to the compiler.
+    """
 
     def run(weights: Groups, frozen: Any, batch: Batch, step: Int[Array, ""]) -> Metrics:
         return measure(weights, frozen, batch, _pools(pools, step, batch), _key(seed, step))
 
-    return jax.jit(run)
+    return jax.jit(run, out_shardings=everywhere)
 
 
 def part_names(tree: Any) -> list[str]:

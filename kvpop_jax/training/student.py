@@ -30,6 +30,7 @@ from kvpop_jax.scorers import Scorer
 from kvpop_jax.training.data import Batch
 from kvpop_jax.training.scan import scan_layers
 from pallas_kernels.masked_attention import NEVER, masked_attention
+from pallas_kernels.residuals import saved
 
 _SAMPLED_QUERIES = 16
 """Queries per row that kept mass and recall are measured on."""
@@ -100,7 +101,7 @@ def student_hidden(
         tensors = inputs.hidden_BTE, q_BSHD, k_BSKD, v_BSKD
         view = Prompt(batch.token_BS, *tensors, layout, seed_B, layer, frequency_D2)
         priority_BKS = student.priorities(scorer_of_layer, view)
-        expiry_BKS = expiry_from_priority(lax.stop_gradient(priority_BKS), layout, student.window)
+        expiry_BKS = saved(expiry_from_priority(lax.stop_gradient(priority_BKS), layout, student.window))
         o_BSHD, lse_BHS = masked_attention(
             q_BSHD, k_BSKD, v_BSKD, expiry_BKS, layout.segment_BS, capacity=student.capacity
         )

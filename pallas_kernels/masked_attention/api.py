@@ -3,13 +3,14 @@
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.backend import Backend, select_backend
-from pallas_kernels.masked_attention import reference, tpu
+from pallas_kernels.masked_attention import gpu, reference, tpu
 from pallas_kernels.meshes import per_shard
 
 NEVER = 2**31 - 1
 """The expiry of a token that is never evicted."""
 
 _BACKENDS = {
+    "gpu": Backend(gpu.masked_attention, "gpu", gpu.refuses),
     "tpu": Backend(tpu.masked_attention, "tpu", tpu.refuses),
     "reference": Backend(reference.masked_attention),
 }

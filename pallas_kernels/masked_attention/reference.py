@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.residuals import saved
+
 QUERY_BLOCK = 128
 
 
@@ -47,7 +49,7 @@ def _forward(q_BTHD, k_BSKD, v_BSKD, expiry_BKS, segment_BS, bias_BKS, bias_dela
 
     q_nBKGLD = _split(q_BTHD, K)
     o_nBKGLD, lse_nBKGL = lax.map(block, (_block_starts(q_nBKGLD), q_nBKGLD))
-    o_BTHD, lse_BHT = _join(o_nBKGLD, T), jnp.swapaxes(_join(lse_nBKGL, T), 1, 2)
+    o_BTHD, lse_BHT = saved(_join(o_nBKGLD, T)), saved(jnp.swapaxes(_join(lse_nBKGL, T), 1, 2))
     residuals = (q_BTHD, k_BSKD, v_BSKD, expiry_BKS, segment_BS, bias_BKS, o_BTHD, lse_BHT)
     return (o_BTHD, lse_BHT), residuals
 

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.masked_attention import tpu_compacted, tpu_plain
 from pallas_kernels.masked_attention.tpu_blocks import chosen_chunk
+from pallas_kernels.residuals import saved
 from pallas_kernels.segments import segment_end
 
 HEAD_DIMS = (64, 128, 256)
@@ -71,6 +72,7 @@ def _forward(q_BTHD, k_BSKD, v_BSKD, end_BKS, chunk, capacity):
         o_BTHD, lse_BHT = tpu_plain.forward(q_BTHD, k_BSKD, v_BSKD, end_BKS)
     else:
         o_BTHD, lse_BHT = tpu_compacted.forward(q_BTHD, k_BSKD, v_BSKD, end_BKS, chunk, capacity)
+    o_BTHD, lse_BHT = saved(o_BTHD), saved(lse_BHT)
     return (o_BTHD, lse_BHT), (q_BTHD, k_BSKD, v_BSKD, end_BKS, o_BTHD, lse_BHT)
 
 

@@ -4,9 +4,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.backend import Backend, select_backend
 from pallas_kernels.meshes import per_shard
-from pallas_kernels.received_log_mass import reference, tpu
+from pallas_kernels.received_log_mass import gpu, reference, tpu
 
 _BACKENDS = {
+    "gpu": Backend(gpu.received_log_mass, "gpu", gpu.refuses),
     "tpu": Backend(tpu.received_log_mass, "tpu", tpu.refuses),
     "reference": Backend(reference.received_log_mass),
 }

@@ -20,6 +20,7 @@ CACHE = {
     "peak_live": 64,
     "allocated": 64,
     "bytes": 4096,
+    "cache_dtype": "float32",
     "prompt_survival": 0.25,
     "total_budget": 128,
     "layer_budget": (80, 48),

@@ -113,6 +113,11 @@ def test_the_prompts_and_budgets_that_cannot_work_are_refused_by_their_numbers()
         dense.generate([[1], [1] * 217], GREEDY)
     with pytest.raises(UserError, match="prompt 0 is empty"):
         next(dense.stream([], GREEDY))
+    with pytest.raises(UserError, match="prompt 1 has token 64; the model's tokens are 0 to 63"):
+        dense.generate([[1], [2, 64, 3]], GREEDY)
+    for refused in (dense.generate, dense.stream):
+        with pytest.raises(UserError, match="stop_tokens has 64; the model's tokens are 0 to 63"):
+            list(refused([[1]] if refused == dense.generate else [1], SamplingParams(stop_tokens=(2, 64))))
     with pytest.raises(UserError, match="budget 7 leaves no pool for policy streaming_llm"):
         Generator(tiny_model(), make_policy("streaming_llm"), budget=7)
     pinned = Generator(tiny_model(), make_policy("streaming_llm"), BUDGET, pin_prompt=True)

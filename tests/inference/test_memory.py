@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import pytest
 from inference.tiny_model import CONFIG, make_policy, random_scorer, tiny_model
 
+from kvpop_jax.errors import UserError
 from kvpop_jax.inference import Generator, SamplingParams, decode_steps
 from kvpop_jax.inference.decode import Setup, start
+from kvpop_jax.inference.memory import cache_bytes, memory_explained
 
 BATCH, BUDGET = 2, 40
 
@@ -42,3 +44,18 @@ def test_the_cache_is_donated_and_only_dense_grows_with_the_text(name):
         assert growth[1] >= growth[0] > 2 * short_cache
     else:
         assert growth == [0, 0, 0]
+
+
+@pytest.mark.core
+def test_a_batch_that_does_not_fit_is_refused_by_its_size_and_what_to_lower():
+    generator = Generator(tiny_model(), make_policy("tova"), 1 << 19, cache_dtype="int8")
+    setup = Setup(CONFIG, generator.policies, generator.plans(0), pin_prompt=False)
+    slots = (1 << 19) + 1  # and TOVA's scratch
+    wanted = 8 * CONFIG.num_layers * CONFIG.num_kv_heads * slots * 2 * (CONFIG.head_dim + 4)
+    assert cache_bytes(setup, 8, jnp.float32) == wanted
+    explained = partial(memory_explained, setup, 8, jnp.float32)
+    said = r"of 8 rows alone take 0\.625 GiB, .* lower the rows \(batch_size\)"
+    with pytest.raises(UserError, match=said), explained():
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 bytes.")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), explained():
+        raise jax.errors.JaxRuntimeError("INTERNAL: something else")

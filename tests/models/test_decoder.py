@@ -102,7 +102,7 @@ def test_attention_is_called_once_per_layer_with_the_projected_heads(model):
     chex.assert_shape(hidden, (2, 5, config.hidden_size))
 
 
-def hooked_loss(config, remat):
+def hooked_loss(config, **options):
     """A scalar that depends on the weights and on an array that the attention hook closes over."""
 
     def loss(params, scale, tokens):
@@ -111,16 +111,18 @@ def hooked_loss(config, remat):
             return inputs.q_BTHD * v_BTHD * scale, jnp.mean(inputs.k_BTKD) * index
 
         positions = segment_positions(jnp.ones_like(tokens))
-        hidden, extras = apply_layers(config, params, tokens, positions, attend, remat=remat)
+        hidden, extras = apply_layers(config, params, tokens, positions, attend, **options)
         return jnp.mean(unembed(config, params, hidden) ** 2) + sum(extras)
 
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
 
 
-def test_remat_changes_neither_loss_nor_gradients(llama):
+# 18 tokens in turns of 4: the last turn is not full, and one turn has tokens of both rows.
+@pytest.mark.parametrize("options", [{"remat": True}, {"tokens_at_once": 4}], ids=str)
+def test_what_saves_memory_changes_neither_loss_nor_gradients(llama, options):
     config, params = llama
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, size=(2, 9))
-    plain, saved = (hooked_loss(config, remat)(params, jnp.float32(0.7), tokens) for remat in (False, True))
+    plain, saved = (hooked_loss(config, **given)(params, jnp.float32(0.7), tokens) for given in ({}, options))
     chex.assert_trees_all_close(plain, saved, rtol=1e-4, atol=1e-5)
     assert abs(plain[1][1]) > 1e-3
 

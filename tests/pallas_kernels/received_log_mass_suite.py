@@ -84,7 +84,7 @@ class ReceivedLogMassSuite:
         t_S = np.arange(case.length)
         expiry_BKS = t_S + np.random.default_rng(0).integers(1, 9, (len(case.lengths), case.kv_heads, case.length))
         visible_BKTS = visibility(expiry_BKS, x.segment_BS)
-        sparse_lse_BHT = dense_lse(x.q_BTHD, x.k_BSKD, visible_BKTS).astype(self.dtype)
+        sparse_lse_BHT = dense_lse(x.q_BTHD, x.k_BSKD, visible_BKTS).astype(x.lse_BHT.dtype)
         p_BHTS = np.exp(_causal_scores(x) - np.where(np.isfinite(x.lse_BHT), x.lse_BHT, 0)[..., None])
         kept_BHT = (p_BHTS * np.repeat(visible_BKTS, case.group, axis=1)).sum(-1)
         assert kept_BHT[np.isfinite(x.lse_BHT)].min() < 1e-3, "the case must have queries that lost nearly everything"
@@ -96,7 +96,7 @@ class ReceivedLogMassSuite:
     def test_a_query_whose_lse_is_minus_infinity_does_not_count(self, float64):
         x = random_inputs(CASES["one_past_a_block_some_queries"], self.dtype)
         blind_T = np.arange(129) % 5 == 0
-        lse_BHT = np.where(blind_T, -np.inf, x.lse_BHT).astype(self.dtype)
+        lse_BHT = np.where(blind_T, -np.inf, x.lse_BHT).astype(x.lse_BHT.dtype)
         as_if_not_asked = replace(x, query_BT=x.query_BT & ~blind_T)
         assert_close(run(self.backend, replace(x, lse_BHT=lse_BHT)), run(self.backend, as_if_not_asked), 0)
 
@@ -104,11 +104,11 @@ class ReceivedLogMassSuite:
         x = random_inputs(CASES["one_past_a_block_some_queries"], self.dtype)
         shifted = replace(x, lse_BHT=x.lse_BHT - 5000)
         wanted_BHS = run(self.backend, x).astype(np.float64) + 5000
-        assert_close(run(self.backend, shifted), wanted_BHS, max(self.tolerance, np.finfo(self.dtype).eps))
+        assert_close(run(self.backend, shifted), wanted_BHS, max(self.tolerance, np.finfo(x.lse_BHT.dtype).eps))
 
     @pytest.mark.core
     def test_no_gradient_flows(self):
-        x = random_inputs(CASES["seven_tokens_group_3"], "float32")
+        x = random_inputs(CASES["seven_tokens_group_3"], self.dtype)
 
         def total(q_BTHD, k_BSKD, lse_BHT):
             mass_BHS = received_log_mass(q_BTHD, k_BSKD, lse_BHT, x.segment_BS, delay=2, backend=self.backend)

@@ -98,6 +98,8 @@ def assert_is(name: str, groups: int):
     plan, _ = compiled(name, groups)
     o_BSHD, o_nBHD, position_nBKC = outcome(name, groups, np.arange(len(LENGTH_B)))
     prefill, decode = (name.split("+") * 2)[:2]
+    # What lets the most that were live be counted only now and then.
+    assert policies.make(name, SETTINGS).shrinks or np.all(np.diff((position_nBKC >= 0).sum(-1), axis=0) >= 0)
     for b, length in enumerate(LENGTH_B):
         wide = (x[b, : length + NEW].astype(np.float64) for x in tensors(groups))
         row = Row(*wide, int(length), int(PINNED_B[b]), FREQUENCY_D2, int(SEED_B[b]))

@@ -32,7 +32,7 @@ def _encoder(tokenizer, **changes):
     return Encoder(tokenizer, **(settings | changes))
 
 
-def _iterator(tokenizer, paths, *, batch_size=2, seed=0, process=(0, 1), workers=0, packing="segments", **encoder):
+def _iterator(tokenizer, paths, *, batch_size=2, seed=0, workers=0, packing="segments", **encoder):
     settings = DataConfig(paths=tuple(map(str, paths)), packing=packing, workers=workers)
     encoder = _encoder(tokenizer, own_row=packing == "none", **encoder)
     return make_iterator(
@@ -41,8 +41,6 @@ def _iterator(tokenizer, paths, *, batch_size=2, seed=0, process=(0, 1), workers
         settings,
         batch_size=batch_size,
         seed=seed,
-        process_index=process[0],
-        process_count=process[1],
     )
 
 
@@ -150,20 +148,6 @@ def test_the_seed_decides_the_order(tmp_path, plain_tokenizer):
     batch = next(first)
     np.testing.assert_equal(next(same), batch)
     assert not np.array_equal(next(other)["token"], batch["token"])
-
-
-def test_processes_read_disjoint_documents(tmp_path, plain_tokenizer):
-    rows = [{"text": f"w{2 + n // 60} w{2 + n % 60}"} for n in range(1200)]
-    path = _write(tmp_path / "a.jsonl", rows)
-    seen = []
-    for index in range(2):
-        data = _iterator(plain_tokenizer, [path], process=(index, 2))
-        documents = set()
-        while len(documents) < 300:
-            documents |= set(_documents(next(data)))
-        seen.append(documents)
-        data.close()
-    assert not seen[0] & seen[1]
 
 
 @pytest.mark.core

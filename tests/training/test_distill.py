@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 from kvpop_jax import policies
 from kvpop_jax.config import LossConfig, TargetConfig
@@ -180,6 +181,25 @@ def test_rematerialised_layers_give_the_same_gradient(params):
         return jax.jit(jax.grad(value))(params)
 
     chex.assert_trees_all_close(gradient(True), gradient(False), rtol=1e-3, atol=1e-4)
+
+
+def test_the_backward_pass_neither_attends_nor_evicts_again(params):
+    # With rematerialisation: what a forward pass does beside projections and the scorer happens once.
+    student, batch = _student("kvpop_mlp"), _batch()
+
+    def value(params, scorer):
+        hidden, metrics = student_hidden(student, ONE_LAYER, params, scorer, batch, jnp.array([6, 9]), KEY, remat=True)
+        return jnp.sum(hidden) + metrics["boundary"].sum()
+
+    forward = jax.make_jaxpr(value)(params, _fresh(student))
+    both = jax.make_jaxpr(jax.value_and_grad(value, argnums=(0, 1)))(params, _fresh(student))
+    assert _count(both.jaxpr, "population_count") == _count(forward.jaxpr, "population_count") > 0  # of expiry
+    assert _count(both.jaxpr, "reduce_max") == _count(forward.jaxpr, "reduce_max") > 0  # of the log-sum-exps
+
+
+def _count(jaxpr, primitive):
+    inner = sum(_count(sub, primitive) for eqn in jaxpr.eqns for sub in jaxprs_in_params(eqn.params))
+    return inner + sum(eqn.primitive.name == primitive for eqn in jaxpr.eqns)
 
 
 def test_a_scorer_learns_on_a_frozen_model(params):

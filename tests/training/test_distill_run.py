@@ -22,6 +22,7 @@ from kvpop_jax.errors import UserError
 from kvpop_jax.models import ModelConfig, init_params, load_model, load_tokenizer, save_model
 from kvpop_jax.scorers import MLPSettings
 from kvpop_jax.scorers.files import load_scorer
+from kvpop_jax.sharding import make_mesh
 from kvpop_jax.training import loop
 from kvpop_jax.training.setup_distill import prepare_distill
 
@@ -103,7 +104,7 @@ def _raise_after(step, record):
     def recording(recorder, names, at, metrics, counts):
         if at > step:
             raise RuntimeError("killed")
-        record(recorder, names, at, metrics, counts)
+        return record(recorder, names, at, metrics, counts)
 
     return recording
 
@@ -130,20 +131,21 @@ def test_a_pinned_prompt_that_is_too_long_names_the_problem(base, tmp_path):
 
 
 def test_a_stage_starts_from_the_weights_of_the_one_before_and_learns_from_the_same_teacher(base, tmp_path):
-    first = prepare_distill(_config(tmp_path, base, seed=1))
+    mesh = make_mesh(devices=jax.devices()[:1])
+    first = prepare_distill(_config(tmp_path, base, seed=1), mesh)
     export = tmp_path / "first"
     export.mkdir()
     first.export(export, first.weights | {"base": jax.tree.map(lambda leaf: 1.5 * leaf, first.weights["base"])})
     second = _config(tmp_path, base, start_from=str(export))
-    setup = prepare_distill(second)
+    setup = prepare_distill(second, mesh)
     model, teacher = load_model(str(export), jnp.float32), load_model(str(base), jnp.float32)
     chex.assert_trees_all_equal(setup.weights["base"], model.params)
     chex.assert_trees_all_equal(setup.weights["scorer"], load_scorer(export, model).params)
     chex.assert_trees_all_equal(setup.frozen.embedding_VE, teacher.params.embedding_VE)
     assert float(jnp.abs(setup.frozen.embedding_VE - model.params.embedding_VE).max()) > 0
     with pytest.raises(UserError, match="trained with window 4, not 5"):
-        prepare_distill(replace(second, policy=replace(second.policy, window=5)))
+        prepare_distill(replace(second, policy=replace(second.policy, window=5)), mesh)
     with pytest.raises(UserError, match="has other sizes than the one configured"):
-        prepare_distill(replace(second, scorer=ScorerConfig(mlp=MLPSettings(width=5))))
+        prepare_distill(replace(second, scorer=ScorerConfig(mlp=MLPSettings(width=5))), mesh)
     with pytest.raises(UserError, match="start_from is for method distill"):
         replace(second, freeze_base=True)

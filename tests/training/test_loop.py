@@ -2,8 +2,10 @@
 
 import json
 import os
+import shutil
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -23,7 +25,9 @@ from kvpop_jax.config import (
 )
 from kvpop_jax.errors import UserError
 from kvpop_jax.models import load_model
-from kvpop_jax.training import checkpoint, loop
+from kvpop_jax.processes import ProcessSettings
+from kvpop_jax.sharding import MeshSettings
+from kvpop_jax.training import loop
 from kvpop_jax.training.metrics import DivergedError
 from kvpop_jax.training.step import make_step
 
@@ -111,13 +115,60 @@ def test_a_killed_run_resumes_with_the_same_next_losses(undisturbed, tmp_path, m
     assert _losses(tmp_path) == _losses(undisturbed)
 
 
-def test_a_signal_saves_and_stops_and_the_same_command_goes_on(undisturbed, tmp_path, monkeypatch):
+def test_a_signal_saves_and_stops_and_the_same_command_goes_on(undisturbed, tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         _at_batch(patch, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
-        assert loop.run(_config(tmp_path)) == 128 + signal.SIGTERM
+        assert loop.run(_config(tmp_path)) == 0
+    assert "stopped by SIGTERM; the same command resumes" in capsys.readouterr().out
     assert [row["step"] for row in _rows(tmp_path)] == [1, 2, 3]
     assert loop.run(_config(tmp_path)) == 0
     assert _losses(tmp_path) == _losses(undisturbed)
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(undisturbed, tmp_path, capsys):
+    shutil.copytree(undisturbed / "run", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "export")
+    config = _config(tmp_path)
+    (tmp_path / "run" / "config.yaml").write_text(cli.to_yaml(config))
+    folder = tmp_path / "run" / "checkpoints"
+    (manifest,) = (folder / "5" / "state").glob("manifest.ocdbt")
+    manifest.write_bytes(manifest.read_bytes()[:20])
+    assert loop.run(config) == 0
+    said = capsys.readouterr().out
+    assert f"checkpoint {folder / '5'} cannot be read" in said and "at step 4" in said
+    assert (folder.parent / "unreadable_checkpoints" / "5").exists()
+    assert _losses(tmp_path) == _losses(undisturbed)
+
+
+def test_checkpoints_of_which_none_can_be_read_are_left_alone(undisturbed, tmp_path):
+    shutil.copytree(undisturbed / "run" / "checkpoints", tmp_path / "run" / "checkpoints")
+    for file in (tmp_path / "run" / "checkpoints").rglob("_METADATA"):
+        file.unlink()
+    with pytest.raises(UserError, match="none of its 2 checkpoints can be read"):
+        loop.run(_config(tmp_path))
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["4", "5"]
+
+
+def test_the_best_checkpoint_is_kept_beside_the_latest(tmp_path):
+    # Later means are lower here only by what is learned; the first save is made the best by a rate that then explodes.
+    rate = ScheduleConfig(lr=3.0, warmup=5, shape="constant")
+    config = _config(
+        tmp_path, checkpoint=CheckpointConfig(every=1, keep=1, keep_best=1), optimizer=OptimizerConfig(base=rate)
+    )
+    assert loop.run(config) == 0
+    best = min(_losses(tmp_path), key=lambda row: row[1])[0]
+    names = sorted(int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert best != 5 and names == [best, 5]
+
+
+def test_a_run_goes_on_where_it_is_told_to(undisturbed, tmp_path):
+    shutil.copytree(undisturbed / "run", tmp_path / "run")
+    config = _config(tmp_path)
+    (tmp_path / "run" / "config.yaml").write_text(cli.to_yaml(config))
+    assert loop.run(replace(config, processes=ProcessSettings(detect=True))) == 0  # finished, and no other run
+    shutil.rmtree(tmp_path / "run" / "export")
+    with pytest.raises(UserError, match="mesh data=1, fsdp=2, model=1 needs 2 devices, not 1"):
+        loop.run(replace(config, mesh=MeshSettings(fsdp=2)))
 
 
 def test_a_finished_run_says_so_and_does_nothing(undisturbed, capsys):
@@ -147,8 +198,7 @@ def test_divergence_stops_the_run_and_keeps_the_good_checkpoint(tmp_path, monkey
     config = _config(tmp_path)
     with pytest.raises(DivergedError, match="step 4: cross_entropy is nan"):
         loop.run(config)
-    with checkpoint.open_checkpoints(tmp_path / "run" / "checkpoints", config.checkpoint) as saved:
-        assert checkpoint.latest_step(saved) == 2
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["2"]
     assert [row["step"] for row in _rows(tmp_path)] == [1, 2, 3]
 
 

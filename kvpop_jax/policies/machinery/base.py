@@ -95,6 +95,9 @@ class Policy:
         step: (parameters, cache, new token, plan) -> attention output, cache.
         priorities: (parameters, prompt) -> static priority of every token [B, K, S]: the parallel form that training
             uses. None for policies that have no such form.
+        rewrites: steps change rows that are cached already, or turn all of them; quantised ones would be widened and
+            rounded again at every step, so they are refused.
+        shrinks: a step may leave a head fewer tokens than it had, so what is live must be counted at every step.
         layer_budgets: (average budget, layers) -> budget of every layer; their sum is exactly layers * budget.
     """
 
@@ -107,6 +110,8 @@ class Policy:
     take_over: Callable[[Any, Prompt, Kept, CachePlan], LayerCache]
     step: Callable[[Any, LayerCache, NewToken, CachePlan], tuple[Float[Array, "B H D"], LayerCache]]
     priorities: Callable[[Any, Prompt], Float[Array, "B K S"]] | None
+    rewrites: bool = False
+    shrinks: bool = False
     layer_budgets: Callable[[int, int], tuple[int, ...]] = uniform_budgets
 
 

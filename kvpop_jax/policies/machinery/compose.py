@@ -56,6 +56,8 @@ def compose(prefill: Policy, decode: Policy, prefill_budget: int | None = None) 
         take_over=take_over,
         step=step,
         priorities=None,
+        rewrites=decode.rewrites,
+        shrinks=decode.shrinks,
         layer_budgets=prefill.layer_budgets if spreads else decode.layer_budgets,
     )
 
