@@ -103,17 +103,12 @@ def apply_layers(
     token_BT: Int[Array, "B T"],
     position_BT: Int[Array, "B T"],
     attend: Attend,
-    *,
-    remat: bool = False,
-    tokens_at_once: int | None = None,
 ) -> tuple[Float[Array, "B T E"], list[Any]]:
     """Embed the tokens and run every layer, with `attend` as the attention.
 
     Args:
         position_BT: rotary positions.
         attend: called once per layer, in order. It may close over arrays; gradients reach them.
-        remat: keep only each layer's input for the backward pass and compute the rest again.
-        tokens_at_once: as in `apply_layer`.
 
     Returns:
         The hidden states after the final norm, in the dtype of the weights, and what `attend` returned beside its
@@ -123,8 +118,7 @@ def apply_layers(
     rotation = rope_rotation(config, position_BT, residual_BTE.dtype)
     extras = []
     for index, layer in enumerate(params.layers):
-        step = partial(apply_layer, config, partial(attend, index), tokens_at_once=tokens_at_once)
-        residual_BTE, extra = (jax.checkpoint(step) if remat else step)(layer, residual_BTE, rotation)
+        residual_BTE, extra = apply_layer(config, partial(attend, index), layer, residual_BTE, rotation)
         extras.append(extra)
     return rms_norm(residual_BTE, params.final_norm_E, config.rms_norm_eps), extras
 
