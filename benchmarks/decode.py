@@ -109,7 +109,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--steps", type=int, default=16, help="steps per dispatch")
     parser.add_argument("--rounds", type=int, default=3, help="dispatches timed in each turn, after one to warm up")
     parser.add_argument("--turns", type=int, default=3, help="turns; medians over all count")
-    parser.add_argument("--cache_dtype", choices=("int8", "fp8"), help="of keys and values; default: that of the weights")
+    parser.add_argument(
+        "--cache_dtype", choices=("int8", "fp8"), help="of keys and values; default: that of the weights"
+    )
     parser.add_argument("--beside", choices=("transformers",), help="what to time as well, at batch 1")
     parser.add_argument("--output", type=Path, help="JSON file to write as well")
     options = parser.parse_args(argv)

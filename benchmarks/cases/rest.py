@@ -80,15 +80,17 @@ def mlstm_chunkwise_cases(real: bool) -> Iterator[Fields]:
         i, f = (jax.random.normal(key, (1, S, K)) for key in keys[3:])
         return q * X**-0.5, k, v, i, f + 6
 
-    def run(*arguments: jax.Array, form: str) -> Arguments:
-        h, pull = jax.vjp(lambda *x: mlstm_chunkwise(*x, None, ones_BS, backend=form)[0], *arguments)
+    def run(*arguments: Any, form: str) -> Arguments:
+        h, pull = jax.vjp(
+            lambda q, k, v, i, f: mlstm_chunkwise(q, k, v, i, f, None, ones_BS, backend=form)[0], *arguments
+        )
         # Not to be left out, and the next run waits for them.
         return h, *(x + 0 * dx for x, dx in zip(arguments, pull(h), strict=True))
 
     yield dict(
         op="mlstm_chunkwise", shape=f"forward and backward, S {S}, K {K}, {X} x {Y}", inputs=inputs,
         carry={n + 1: n for n in range(5)}, forms=("reference",), run=run,
-        reference=lambda *x: mlstm_chunkwise(*x, None, ones_BS, chunk=32, backend="reference")[0],
+        reference=lambda q, k, v, i, f: mlstm_chunkwise(q, k, v, i, f, None, ones_BS, chunk=32, backend="reference")[0],
         bytes=2 * 4 * S * K * (2 * X + Y + 2) + 4 * S * K * Y, runs=4,
     )  # fmt: skip
 
@@ -97,15 +99,15 @@ def mlstm_chunkwise_cases(real: bool) -> Iterator[Fields]:
         shapes = (1, S, H, D), (1, S, K, D), (1, S, K, D)
         return tuple(jax.random.normal(key, x, jnp.bfloat16) for key, x in zip(keys, shapes, strict=True))
 
-    def attend(*arguments: jax.Array, form: str) -> Arguments:
+    def attend(*arguments: Any, form: str) -> Arguments:
         def dense(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=form)  # type: ignore[arg-type]
+            return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=form)  # type: ignore[call-overload]
 
         o, pull = jax.vjp(dense, *arguments)
         return o, *(x + 0 * dx for x, dx in zip(arguments, pull(o), strict=True))
 
-    def dense_reference(*arguments: jax.Array) -> jax.Array:
-        return masked_attention(*arguments, None, None, backend="reference")[0]
+    def dense_reference(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return masked_attention(q, k, v, None, None, backend="reference")[0]
 
     yield dict(
         op="mlstm_chunkwise", shape=f"beside it dense attention, forward and backward, S {S}, H {H}, K {K}, D {D}",
@@ -162,10 +164,11 @@ def policy_step_cases(real: bool) -> Iterator[Fields]:
 
         def attended(*arguments: Any) -> jax.Array:
             q_BHD, cache, k_BKD, v_BKD, *_ = arguments
-            wide = (x.astype(jnp.float32) for x in (q_BHD, cache.k_BKCD, cache.v_BKCD))
+            q_BHD, *caches = (x.astype(jnp.float32) for x in (q_BHD, cache.k_BKCD, cache.v_BKCD))
             slot_BK = jnp.zeros(k_BKD.shape[:2], jnp.int32)
             new = k_BKD.astype(jnp.float32), v_BKD.astype(jnp.float32)
-            return decode_attention(*wide, cache.position_BKC, *new, slot_BK, backend="reference")[0]
+            arguments = q_BHD, *caches, cache.position_BKC, *new, slot_BK
+            return decode_attention(*arguments, backend="reference")[0]
 
         entries = 4 * B * K * C * D  # bytes of bfloat16 keys and values
         shape = f"B {B}, C {C}, K {K}, G {G}, D {D}"

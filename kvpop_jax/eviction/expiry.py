@@ -14,7 +14,6 @@ from jaxtyping import Array, Float, Int
 from kvpop_jax.eviction.layout import TokenLayout, eligible_range, segment_stop
 from pallas_kernels.masked_attention import NEVER
 
-_COUNTED = 1024  # longest row ranked by comparing all pairs: GPU compilers take a third of a second over every sort
 _SIGN = np.uint32(1 << 31)
 _WORD = 32  # bits
 _MOST_BLOCKS = 512  # of a row; its table is at most _MOST_BLOCKS / _WORD times as long as the row
@@ -51,18 +50,11 @@ def ranks(priority_BKS: Float[Array, "B K S"]) -> tuple[Int[Array, "B K S"], Int
 
     Of equal priorities the older token ranks first. Compared in float32.
     """
-    S = priority_BKS.shape[-1]
     lowest_first_BKS = -priority_BKS.astype(jnp.float32)
-    index_S = jnp.arange(S, dtype=jnp.int32)
-    if S <= _COUNTED:
-        one_BKSS, other_BKSS = lowest_first_BKS[..., :, None], lowest_first_BKS[..., None, :]
-        better_BKSS = (one_BKSS < other_BKSS) | ((one_BKSS == other_BKSS) & (index_S[:, None] < index_S))
-        rank_BKS = jnp.sum(better_BKSS, axis=-2, dtype=jnp.int32)
-        return rank_BKS, inverse_permutation(rank_BKS)
     # As unsigned integers of the same order: GPU compilers take twice as long over a sort of floats.
     bits_BKS = lax.bitcast_convert_type(jnp.where(lowest_first_BKS == 0, 0, lowest_first_BKS), jnp.uint32)
     key_BKS = jnp.where(bits_BKS < _SIGN, bits_BKS | _SIGN, ~bits_BKS)
-    index_BKS = jnp.broadcast_to(index_S, key_BKS.shape)
+    index_BKS = lax.broadcasted_iota(jnp.int32, key_BKS.shape, 2)
     _, token_BKS = lax.sort((key_BKS, index_BKS), num_keys=1, is_stable=True)
     return inverse_permutation(token_BKS), token_BKS
 

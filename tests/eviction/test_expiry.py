@@ -74,9 +74,7 @@ def test_the_kth_before_is_that_of_the_sorted_entries(length, monkeypatch):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("counted", [0, LENGTH], ids=["sorted", "counted"])
-def test_of_equal_priorities_the_older_ranks_first_and_minus_zero_is_zero(counted, monkeypatch):
-    monkeypatch.setattr(expiry, "_COUNTED", counted)
+def test_of_equal_priorities_the_older_ranks_first_and_minus_zero_is_zero():
     priority_BKS = np.array([[[0.0, -0.0, 1.0, 0.0, -1.0, 1.0, -np.inf, np.inf, -2e-30, 2.5]]], np.float32)
     rank_BKS, token_BKS = (np.asarray(x) for x in expiry.ranks(priority_BKS))
     assert token_BKS.tolist() == [[[7, 9, 2, 5, 0, 1, 3, 8, 4, 6]]]

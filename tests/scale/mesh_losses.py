@@ -1,6 +1,6 @@
 """Prints the losses of a few steps of training on each mesh, one JSON object; needs eight devices.
 
-    mesh_losses.py FOLDER [stateless | distillation]
+mesh_losses.py FOLDER [stateless | distillation]
 """
 
 import json
