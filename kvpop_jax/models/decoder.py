@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from kvpop_jax.models.config import ModelConfig
 from kvpop_jax.models.rope import Rotation, apply_rope, rope_rotation
-from pallas_kernels.masked_attention import NEVER, masked_attention
+from pallas_kernels.masked_attention import masked_attention
 from pallas_kernels.scans import running_max
 
 
@@ -82,15 +82,11 @@ def forward(
     Returns:
         Logits in float32. At padding they are finite and mean nothing.
     """
-    if segment_BT is None:
-        segment_BT = jnp.ones_like(token_BT)
     if position_BT is None:
-        position_BT = segment_positions(segment_BT)
-    batch, length = token_BT.shape
-    never_BKS = jnp.full((batch, config.num_kv_heads, length), NEVER, jnp.int32)
+        position_BT = segment_positions(jnp.ones_like(token_BT) if segment_BT is None else segment_BT)
 
     def dense(_: int, inputs: LayerInputs) -> tuple[Float[Array, "B T H D"], None]:
-        o_BTHD, _lse = masked_attention(inputs.q_BTHD, inputs.k_BTKD, inputs.v_BTKD, never_BKS, segment_BT)
+        o_BTHD, _lse = masked_attention(inputs.q_BTHD, inputs.k_BTKD, inputs.v_BTKD, None, segment_BT)
         return o_BTHD, None
 
     hidden_BTE, _ = apply_layers(config, params, token_BT, position_BT, dense)

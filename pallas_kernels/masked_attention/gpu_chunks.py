@@ -37,8 +37,12 @@ class Survivors(NamedTuple):
 
 def survivors(end_BKS: Int[Array, "B K S"], chunk: int, capacity: int) -> Survivors:
     """Those of every chunk of a row whose length is a multiple of `chunk`; `capacity` is rounded up to whole tiles."""
-    S = end_BKS.shape[2]
+    B, K, S = end_BKS.shape
     C = round_up(capacity, KEYS)
+    if chunk == S:
+        # Nothing precedes the only chunk: no need to sort.
+        position_BKnC = jnp.broadcast_to(S + jnp.arange(C, dtype=jnp.int32), (B, K, 1, C))
+        return Survivors(position_BKnC, jnp.zeros_like(position_BKnC), jnp.ones((B, K, 1), bool))
     position_BKS = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), end_BKS.shape)
     # One sort for all chunks: of what is alive at a chunk's start, the order is the same.
     earliest_BKS, position_BKS = lax.sort((-end_BKS, position_BKS), num_keys=1, is_stable=False)

@@ -13,6 +13,7 @@ from oracles import largest_intermediate
 
 from pallas_kernels.backend import BackendError
 from pallas_kernels.masked_attention import NEVER, gpu, gpu_chunks, gpu_tiles, masked_attention
+from pallas_kernels.residuals import SAVE_RESIDUALS
 
 _OLD_JAX = jax.__version_info__ < (0, 11, 2)
 needs_mosaic_gpu = pytest.mark.skipif(_OLD_JAX, reason="Pallas Mosaic GPU kernels need JAX 0.11.2 or newer")
@@ -145,10 +146,12 @@ def test_it_lowers_for_a_gpu_with_its_gradient_in_linear_memory(head_dim, group,
         )
         return o_BTHD.astype(jnp.float32).sum() + lse_BHT.sum()
 
-    program = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2))).trace(*arguments)
+    layer = jax.checkpoint(loss, policy=SAVE_RESIDUALS)
+    program = jax.jit(jax.value_and_grad(layer, argnums=(0, 1, 2))).trace(*arguments)
     text = program.lower(lowering_platforms=("cuda",)).as_text()
     for kernel in ("forward", "dq", "dkv"):
         assert f"masked_attention_{kernel}" in text
+    assert text.count("call @_attend") == 1, "a layer that is computed again attends again"
     # Survivors' rows of all chunks, and no more.
     rows = S if capacity is None else S * (capacity // gpu.chosen_chunk(S, capacity))
     assert largest_intermediate(loss, *arguments) <= max(K * rows, S * K * group) * head_dim
