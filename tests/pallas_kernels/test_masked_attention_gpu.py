@@ -71,7 +71,9 @@ class TestCompactedForm(MaskedAttentionSuite):
     backend = "gpu"
     dtype = "bfloat16"
     tolerance = 2**-6  # p or ds, o and the results are rounded to 8 bits
-    test_a_key_is_last_seen_by_the_query_before_its_expiry = None  # keys expire in the comparison, which is enough
+    # Padding, keys that nothing sees, and keys that expire are all in the comparison with the dense form.
+    test_a_query_that_sees_nothing_gets_zero_and_no_gradient = None
+    test_a_key_is_last_seen_by_the_query_before_its_expiry = None
     test_bfloat16_stays_within_its_rounding = None  # all inputs here are
     test_nothing_of_the_size_of_the_attention_map_is_made = None  # of the lowered program, below: in bfloat16
 
