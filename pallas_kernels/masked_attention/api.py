@@ -48,7 +48,7 @@ def masked_attention(
     Args:
         q_BTHD, k_BSKD, v_BSKD: after rotary embedding; any float dtype.
         expiry_BKS: first query position that no longer sees the key; `NEVER` keeps it. None: nothing
-            expires, which some back ends can tell from an array of `NEVER` only so.
+            expires; a back end that is for dense attention takes nothing else.
         segment_BS: document of each position, in contiguous runs; 0 is padding, which sees nothing and is seen by
             nothing. None: every row is one document, without padding.
         bias_BKS: added to the score of key `t` for queries `q >= t + bias_delay` (soft eviction, as in DMS and DMC).

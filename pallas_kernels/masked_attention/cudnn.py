@@ -4,7 +4,8 @@ The log-sum-exp is not cuDNN's, which JAX rounds to the dtype of the queries and
 second pass, by the kernels of this package or, where they refuse, by plain JAX: exact and differentiable. A compiled
 program that does not read it leaves that pass out; one that reads both outputs is served better by those kernels alone.
 
-What cuDNN saves for its gradient has no name, so a layer that is rematerialised attends again.
+What cuDNN saves for its gradient has no name, so a layer that is rematerialised attends again. Its causal mask knows no
+documents, and its packed layout takes a fixed number of them, so packed rows are left to the kernels.
 """
 
 import jax
