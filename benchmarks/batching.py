@@ -2,10 +2,9 @@
 
     python benchmarks/batching.py --requests 480 --rows 16
 
-Random weights of a tiny shape draw from a nearly flat distribution with one stop token, so lengths are geometric: as
-often short as they are long, and unknown beforehand. A perfect schedule gives every row an equal share of all tokens and
-knows every length; it takes at least as many steps as the longest completion. Steps are counted, not timed: all cost the
-same, whatever the rows hold.
+Random weights of a tiny shape draw from a nearly flat distribution with one stop token, so lengths are geometric, very
+unequal and unknown beforehand. A perfect schedule gives every row an equal share of all tokens, and takes at least as
+many steps as the longest completion. Steps are counted, not timed: all cost the same, whatever the rows hold.
 """
 
 import argparse

@@ -16,7 +16,7 @@ class Transformers:
     """The worker process, alive between two runs so that they can take turns with others'."""
 
     def __init__(self, options: dict[str, Any]):
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115: open as long as the process
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the process
         command = [sys.executable, str(_WORKER), json.dumps(options)]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._errors, text=True)

@@ -14,7 +14,7 @@ nothing. Memory is the compiler's: arguments, results that are not aliased, and 
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -140,7 +140,7 @@ def mesh_settings(text: str) -> MeshSettings:
 def build(shape: Shape, state_shardings: Any = None) -> Step:
     """The step of that method, and functions without arguments that make its state and its frozen weights."""
     config, model, dtype = shape.config, shape.model, shape.dtype
-    frozen = partial(_frozen, model, dtype)
+    frozen: Callable[[], Any] = partial(_frozen, model, dtype)
     pools: tuple[int, ...] = (0,)
     scorer = None
     objective: Objective
@@ -173,10 +173,10 @@ def _frozen(model: ModelConfig, dtype: jnp.dtype) -> Any:
 def _batch(shape: Shape) -> Batch:
     """One document a row, of random tokens."""
     rows, length = shape.config.batch_size, shape.config.seq_len
-    token_BS = np.random.default_rng(0).integers(1, shape.model.vocab_size, (rows, length), dtype=np.int32)
-    position_BS = np.broadcast_to(np.arange(length, dtype=np.int32), token_BS.shape)
-    no_BS, all_BS = np.zeros(token_BS.shape, bool), np.ones(token_BS.shape, bool)
-    return Batch(token_BS, np.ones_like(token_BS), position_BS, no_BS, all_BS)
+    token_BS: Any = np.random.default_rng(0).integers(1, shape.model.vocab_size, (rows, length), dtype=np.int32)
+    position_BS: Any = np.broadcast_to(np.arange(length, dtype=np.int32), token_BS.shape)
+    one_BS: Any = np.ones(token_BS.shape, np.int32)
+    return Batch(token_BS, one_BS, position_BS, one_BS == 0, one_BS == 1)
 
 
 def _dense_distillation(shape: Shape) -> Objective:

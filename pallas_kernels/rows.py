@@ -48,11 +48,12 @@ def to_rows(x: Float[Array, "... D"], dtype: DTypeLike | None) -> Rows:
     """The rows in that format, one of `ROW_DTYPES`; None leaves them as they are."""
     if dtype is None:
         return x
-    largest = _LARGEST[jnp.dtype(dtype)]
+    dtype = jnp.dtype(dtype)
+    largest = _LARGEST[dtype]
     wide = x.astype(jnp.float32)
     scale = jnp.max(jnp.abs(wide), axis=-1) * (1 / largest)
     unit = wide / jnp.where(scale > 0, scale, 1)[..., None]
-    return QuantisedRows((jnp.round(unit) if dtype == jnp.int8 else unit).astype(dtype), scale)
+    return QuantisedRows((jnp.round(unit) if dtype == ROW_DTYPES["int8"] else unit).astype(dtype), scale)
 
 
 def read_rows(rows: Rows) -> Float[Array, "... D"]:

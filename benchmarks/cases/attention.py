@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from kvpop_jax.eviction import expiry_from_priority, token_layout
-from pallas_kernels.masked_attention import NEVER, masked_attention
 from pallas_kernels.masked_attention import gpu as attention_gpu
+from pallas_kernels.masked_attention import masked_attention
 from pallas_kernels.received_log_mass import gpu as mass_gpu
 from pallas_kernels.received_log_mass import received_log_mass
 
@@ -44,7 +44,7 @@ def masked_attention_cases(real: bool) -> Iterator[Fields]:
             )
             segment = jnp.ones((1, S), jnp.int32)
             if budget is None:
-                return q, k, v, do, jnp.full((1, K, S), NEVER, jnp.int32), segment
+                return q, k, v, do, None, segment
             layout = token_layout(segment, sinks=_SINKS, pool=budget - _SINKS - window)
             # The law of a policy that draws at random at every step: young tokens rank as high as old ones.
             priority = jax.random.exponential(keys[4], (1, K, S)) + jnp.arange(S) / budget
@@ -122,11 +122,11 @@ def _wide(run: Callable[..., Arguments], compared: int) -> Callable[..., Argumen
     """The first results of the reference, in float32."""
 
     def reference(*arguments: jax.Array) -> Arguments:
-        wide = (x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in arguments)
+        wide = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, arguments)
         return run(*wide, form="reference")[:compared]
 
     return reference
 
 
 def _bytes(arguments: Arguments) -> int:
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in arguments)
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(arguments))

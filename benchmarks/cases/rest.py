@@ -14,7 +14,7 @@ from kvpop_jax.policies import PolicySettings, make
 from kvpop_jax.policies.machinery.base import NewToken
 from kvpop_jax.scorers import MLSTMSettings, ScorerDims, mlstm_scorer
 from pallas_kernels.decode_attention import decode_attention
-from pallas_kernels.masked_attention import NEVER, masked_attention
+from pallas_kernels.masked_attention import masked_attention
 from pallas_kernels.mlstm_chunkwise import gpu, mlstm_chunkwise, mlstm_initial_state
 
 Arguments = tuple[Any, ...]
@@ -109,7 +109,7 @@ def mlstm_chunkwise_cases(real: bool) -> Iterator[Fields]:
         return o, *(x + 0 * dx for x, dx in zip(arguments, pull(o), strict=True))
 
     def dense_reference(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return masked_attention(q, k, v, jnp.full((1, K, S), NEVER), ones_BS, backend="reference")[0]
+        return masked_attention(q, k, v, None, None, backend="reference")[0]
 
     yield dict(
         op="mlstm_chunkwise", shape=f"beside it dense attention, forward and backward, S {S}, H {H}, K {K}, D {D}",

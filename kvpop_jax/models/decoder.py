@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from kvpop_jax.models.config import ModelConfig
 from kvpop_jax.models.rope import Rotation, apply_rope, rope_rotation
-from pallas_kernels.masked_attention import NEVER, masked_attention
+from pallas_kernels.masked_attention import masked_attention
 from pallas_kernels.scans import running_max
 
 
@@ -82,15 +82,11 @@ def forward(
     Returns:
         Logits in float32. At padding they are finite and mean nothing.
     """
-    if segment_BT is None:
-        segment_BT = jnp.ones_like(token_BT)
     if position_BT is None:
-        position_BT = segment_positions(segment_BT)
-    batch, length = token_BT.shape
-    never_BKS = jnp.full((batch, config.num_kv_heads, length), NEVER, jnp.int32)
+        position_BT = segment_positions(jnp.ones_like(token_BT) if segment_BT is None else segment_BT)
 
     def dense(_: int, inputs: LayerInputs) -> tuple[Float[Array, "B T H D"], None]:
-        o_BTHD, _lse = masked_attention(inputs.q_BTHD, inputs.k_BTKD, inputs.v_BTKD, never_BKS, segment_BT)
+        o_BTHD, _lse = masked_attention(inputs.q_BTHD, inputs.k_BTKD, inputs.v_BTKD, None, segment_BT)
         return o_BTHD, None
 
     hidden_BTE, _ = apply_layers(config, params, token_BT, position_BT, dense)
@@ -103,17 +99,12 @@ def apply_layers(
     token_BT: Int[Array, "B T"],
     position_BT: Int[Array, "B T"],
     attend: Attend,
-    *,
-    remat: bool = False,
-    tokens_at_once: int | None = None,
 ) -> tuple[Float[Array, "B T E"], list[Any]]:
     """Embed the tokens and run every layer, with `attend` as the attention.
 
     Args:
         position_BT: rotary positions.
         attend: called once per layer, in order. It may close over arrays; gradients reach them.
-        remat: keep only each layer's input for the backward pass and compute the rest again.
-        tokens_at_once: as in `apply_layer`.
 
     Returns:
         The hidden states after the final norm, in the dtype of the weights, and what `attend` returned beside its
@@ -123,8 +114,7 @@ def apply_layers(
     rotation = rope_rotation(config, position_BT, residual_BTE.dtype)
     extras = []
     for index, layer in enumerate(params.layers):
-        step = partial(apply_layer, config, partial(attend, index), tokens_at_once=tokens_at_once)
-        residual_BTE, extra = (jax.checkpoint(step) if remat else step)(layer, residual_BTE, rotation)
+        residual_BTE, extra = apply_layer(config, partial(attend, index), layer, residual_BTE, rotation)
         extras.append(extra)
     return rms_norm(residual_BTE, params.final_norm_E, config.rms_norm_eps), extras
 

@@ -89,7 +89,8 @@ def read_params(
         field, tensors = path[-1].name, _tensor_names(path, names)
         blocks: dict[str, np.ndarray] = {}
 
-        def block(index: Index) -> np.ndarray:
+        def block(index: Index | None) -> np.ndarray:
+            assert index is not None, "JAX asks for parts of arrays"
             if str(index) not in blocks:  # several devices may hold the same
                 spans = [span.indices(size)[:2] for span, size in zip(index, leaf.shape, strict=True)]
                 parts = [read(*part) for part in zip(tensors, _stored_indices(field, spans, leaf.shape), strict=True)]

@@ -31,7 +31,7 @@ from kvpop_jax.models import (
     unembed,
 )
 from kvpop_jax.policies import NewToken, Policy, Prompt, read_prompt
-from pallas_kernels import NEVER, masked_attention
+from pallas_kernels import masked_attention
 
 
 @jax.tree_util.register_dataclass
@@ -186,9 +186,7 @@ def _rotation(config: ModelConfig, token_BT: Array, dtype: jnp.dtype):
 
 
 def _causal(q_BTHD: Array, k_BTKD: Array, v_BTKD: Array) -> Array:
-    B, T, K, _ = k_BTKD.shape
-    never_BKT, one_BT = jnp.full((B, K, T), NEVER), jnp.ones((B, T), jnp.int32)
-    return masked_attention(q_BTHD, k_BTKD, v_BTKD, never_BKT, one_BT)[0]
+    return masked_attention(q_BTHD, k_BTKD, v_BTKD, None, None)[0]
 
 
 def _last_queries(q_BCHD: Array, k_BTKD: Array, v_BTKD: Array) -> Array:

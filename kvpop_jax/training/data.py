@@ -100,9 +100,11 @@ def to_batch(arrays: dict[str, np.ndarray]) -> tuple[Batch, dict[str, int]]:
             f"data: the last {counts['overlong']} documents are all longer than seq_len ({arrays['token'].shape[1]}); "
             "raise seq_len or set data.overlong to truncate"
         )
-    token, segment, position = (np.asarray(arrays[name], np.int32) for name in ("token", "segment", "position"))
-    prompt, loss = (np.asarray(arrays[name], bool) for name in ("prompt", "loss"))
-    return Batch(token, segment, position, prompt, loss), counts
+    kinds = {"token": np.int32, "segment": np.int32, "position": np.int32, "prompt": bool, "loss": bool}
+    fields: list[Any] = [
+        np.asarray(arrays[name], kind) for name, kind in kinds.items()
+    ]  # placed before a step has them
+    return Batch(*fields), counts
 
 
 def _join(row: dict[str, Any], *, shared: bool) -> dict[str, np.ndarray]:

@@ -12,9 +12,16 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from kvpop_jax.sharding import rows_per_shard
+from pallas_kernels.residuals import SAVE_RESIDUALS, saved
 
 _LOGITS_AT_ONCE = 2**27
 """Logits held at a time: 0.5 GiB in float32."""
+
+_TIE = 1e-3
+"""Nats between two likelihoods that count as equal."""
+
+_TILE = 128
+"""What stretches are rounded down to: rows of a matrix unit."""
 
 Unembed = Callable[[Float[Array, "L E"]], Float[Array, "L V"]]
 """Hidden states (after the final norm) to float32 logits."""
@@ -61,8 +68,9 @@ def kl_to_teacher(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Mean KL divergence of the student from the teacher's `top_k` likeliest tokens, in nats (KVpop section 1.6).
 
-    The teacher is renormalised on its own `top_k`; the student's probabilities are of the whole vocabulary, so that
-    mass it puts outside of them costs it. The mean is over the positions that `predicts` marks.
+    The teacher is renormalised on its own `top_k`, and on what is as likely as the last of them to a thousandth; the
+    student's probabilities are of the whole vocabulary, so that mass it puts outside of them costs it. The mean is over
+    the positions that `predicts` marks.
 
     Returns:
         The loss (gradients reach the student only), and the share of positions where both have the same likeliest
@@ -72,13 +80,18 @@ def kl_to_teacher(
     top_k = min(top_k, vocab_size)
 
     def chunk_sums(student_LE, teacher_LE, weight_L):
-        top_LJ, index_LJ = lax.top_k(lax.stop_gradient(teacher_unembed(teacher_LE)), top_k)
-        log_p_LJ = jax.nn.log_softmax(top_LJ, axis=-1)
+        # Likelihoods are compared with the least of the top_k, not gathered: the gradient of a gather is a scatter,
+        # over which the TPU compiler takes minutes. It is kept, so that the backward pass sorts nothing again; the
+        # logits that it makes again may be rounded otherwise, and must not lose the last of the top_k by that.
+        teacher_LV = lax.stop_gradient(teacher_unembed(teacher_LE))
+        least_L1 = saved(lax.top_k(teacher_LV, top_k)[0][..., -1:] - _TIE)
+        log_p_LV = jax.nn.log_softmax(jnp.where(teacher_LV >= least_L1, teacher_LV, -jnp.inf), axis=-1)
         logits_LV = student_unembed(student_LE)
-        log_q_LJ = jnp.take_along_axis(logits_LV, index_LJ, axis=-1)
-        log_q_LJ -= jax.nn.logsumexp(logits_LV, axis=-1, keepdims=True)
-        kl_L = jnp.sum(jnp.exp(log_p_LJ) * (log_p_LJ - log_q_LJ), axis=-1)
-        return jnp.sum(weight_L * kl_L), jnp.sum(weight_L * (jnp.argmax(logits_LV, axis=-1) == index_LJ[..., 0]))
+        log_q_LV = jax.nn.log_softmax(logits_LV, axis=-1)
+        p_LV = jnp.exp(log_p_LV)
+        kl_L = jnp.sum(jnp.where(p_LV > 0, p_LV * (log_p_LV - log_q_LV), 0), axis=-1)
+        agree_L = jnp.argmax(logits_LV, axis=-1) == jnp.argmax(teacher_LV, axis=-1)
+        return jnp.sum(weight_L * kl_L), jnp.sum(weight_L * agree_L)
 
     return _mean_over_chunks(chunk_sums, predicts_BS, vocab_size, student_BSE, teacher_BSE)
 
@@ -94,12 +107,14 @@ def _mean_over_chunks(
     B, S = weight_BS.shape
     # A stretch goes along the rows, so that rows may lie on different devices.
     length = max(1, min(S, _LOGITS_AT_ONCE // (vocab_size * rows_per_shard(B))))
+    length -= length % _TILE if length > _TILE else 0
 
     def chunked(array):
         padded = jnp.pad(array, ((0, 0), (0, -S % length), *((0, 0) for _ in array.shape[2:])))
         return jnp.moveaxis(padded.reshape(B, -1, length, *array.shape[2:]), 1, 0)
 
     weight = weight_BS.astype(jnp.float32)
-    parts = lax.map(lambda chunk: jax.checkpoint(chunk_sums)(*chunk), (*map(chunked, arrays), chunked(weight)))
+    part_sums = jax.checkpoint(chunk_sums, policy=SAVE_RESIDUALS)
+    parts = lax.map(lambda chunk: part_sums(*chunk), (*map(chunked, arrays), chunked(weight)))
     total = jnp.maximum(weight.sum(), 1)
     return parts[0].sum() / total, lax.stop_gradient(parts[1].sum() / total)

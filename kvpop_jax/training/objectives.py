@@ -12,7 +12,7 @@ from kvpop_jax.training import losses
 from kvpop_jax.training.data import Batch
 from kvpop_jax.training.scan import scan_layers
 from kvpop_jax.training.step import Groups, Metrics, Objective
-from pallas_kernels.masked_attention import NEVER, masked_attention
+from pallas_kernels.masked_attention import masked_attention
 
 
 def pretrain(config: ModelConfig, dtype: jnp.dtype, *, remat: bool) -> Objective:
@@ -39,9 +39,7 @@ def dense_hidden(
     """Final hidden states of the model with full attention inside every document."""
 
     def attend(_layer: Any, _of_layer: Any, inputs: LayerInputs) -> tuple[Float[Array, "B T H D"], None]:
-        B, S, K, _ = inputs.k_BTKD.shape
-        never_BKS = jnp.full((B, K, S), NEVER, jnp.int32)
-        return masked_attention(inputs.q_BTHD, inputs.k_BTKD, inputs.v_BTKD, never_BKS, batch.segment_BS)[0], None
+        return masked_attention(inputs.q_BTHD, inputs.k_BTKD, inputs.v_BTKD, None, batch.segment_BS)[0], None
 
     return scan_layers(config, params, batch.token_BS, batch.position_BS, attend, remat=remat)[0]
 

@@ -29,7 +29,7 @@ from kvpop_jax.policies import Prompt
 from kvpop_jax.scorers import Scorer
 from kvpop_jax.training.data import Batch
 from kvpop_jax.training.scan import scan_layers
-from pallas_kernels.masked_attention import NEVER, masked_attention
+from pallas_kernels.masked_attention import masked_attention
 from pallas_kernels.residuals import saved
 
 _SAMPLED_QUERIES = 16
@@ -162,9 +162,7 @@ def _scorer_metrics(
 
 
 def _dense_lse(seen: _Seen) -> Float[Array, "B H S"]:
-    B, S, K, _ = seen.k_BSKD.shape
-    never_BKS = jnp.full((B, K, S), NEVER, jnp.int32)
-    return masked_attention(seen.q_BSHD, seen.k_BSKD, seen.k_BSKD, never_BKS, seen.layout.segment_BS)[1]
+    return masked_attention(seen.q_BSHD, seen.k_BSKD, seen.k_BSKD, None, seen.layout.segment_BS)[1]
 
 
 _NORMALISERS: dict[str, Callable[[_Seen], Array]] = {"sparse": lambda seen: seen.lse_BHS, "dense": _dense_lse}

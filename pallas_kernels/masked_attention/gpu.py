@@ -15,6 +15,7 @@ from pallas_kernels.masked_attention import gpu_chunks
 from pallas_kernels.masked_attention.gpu_backward import attend_dkv, attend_dq
 from pallas_kernels.masked_attention.gpu_forward import attend
 from pallas_kernels.masked_attention.gpu_tiles import LOG2_E
+from pallas_kernels.residuals import saved
 from pallas_kernels.segments import segment_end
 
 HEAD_DIMS = (64, 128)
@@ -93,7 +94,7 @@ def _attention(q_BTHD, k_BSKD, v_BSKD, end_BKS, chunk, capacity):
 
 def _forward(q_BTHD, k_BSKD, v_BSKD, end_BKS, chunk, capacity):
     with jax.enable_x64(False):  # else the kernels' indices are of 64 bits, which Mosaic GPU does not take
-        o_BTHD, lse_BHT = _attend(q_BTHD, k_BSKD, v_BSKD, end_BKS, chunk, capacity)
+        o_BTHD, lse_BHT = map(saved, _attend(q_BTHD, k_BSKD, v_BSKD, end_BKS, chunk, capacity))
     return (o_BTHD, lse_BHT), (q_BTHD, k_BSKD, v_BSKD, end_BKS, o_BTHD, lse_BHT)
 
 

@@ -37,8 +37,12 @@ class Survivors(NamedTuple):
 
 def survivors(end_BKS: Int[Array, "B K S"], chunk: int, capacity: int) -> Survivors:
     """Those of every chunk of a row whose length is a multiple of `chunk`; `capacity` is rounded up to whole tiles."""
-    S = end_BKS.shape[2]
+    B, K, S = end_BKS.shape
     C = round_up(capacity, KEYS)
+    if chunk == S:
+        # Nothing precedes the only chunk: no need to sort.
+        position_BKnC = jnp.broadcast_to(S + jnp.arange(C, dtype=jnp.int32), (B, K, 1, C))
+        return Survivors(position_BKnC, jnp.zeros_like(position_BKnC), jnp.ones((B, K, 1), bool))
     position_BKS = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), end_BKS.shape)
     # One sort for all chunks: of what is alive at a chunk's start, the order is the same.
     earliest_BKS, position_BKS = lax.sort((-end_BKS, position_BKS), num_keys=1, is_stable=False)
@@ -74,17 +78,18 @@ def scattered(x_BSKD: Float[Array, "B S K D"], x_BKND: Float[Array, "B K N D"], 
     """`x_BSKD` plus the rows of all chunks where they belong, chunk by chunk, so that sums have one order."""
     B, S, K, D = x_BSKD.shape
     n, C = old.position_BKnC.shape[2:]
-    x_nBND = jnp.moveaxis(x_BKND.reshape(B, K, n, C, D), 2, 0).reshape(n, B, K * C, D)
-    row_nBN = jnp.moveaxis(_rows(old, K, old.position_BKnC).reshape(B, K, n, C), 2, 0).reshape(n, B, K * C)
+    x_BKnCD, row_BKnC = x_BKND.reshape(B, K, n, C, D), _rows(old, K, old.position_BKnC).reshape(B, K, n, C)
 
-    def add(total_BMD, of_chunk):
-        row_BN, x_BND = of_chunk
+    def add(total_BMD, chunk):
+        # Sliced here: scanned over, all chunks would be copied to lie first.
+        x_BKCD, row_BKC = (lax.dynamic_index_in_dim(x, chunk, 2, keepdims=False) for x in (x_BKnCD, row_BKnC))
+        x_BND, row_BN = x_BKCD.reshape(B, K * C, D), row_BKC.reshape(B, K * C)
         put = dict(mode="drop", unique_indices=True)
         return jax.vmap(lambda total_MD, row_N, x_ND: total_MD.at[row_N].add(x_ND, **put))(
             total_BMD, row_BN, x_BND
         ), None
 
-    return lax.scan(add, x_BSKD.reshape(B, S * K, D), (row_nBN, x_nBND))[0].reshape(x_BSKD.shape)
+    return lax.scan(add, x_BSKD.reshape(B, S * K, D), jnp.arange(n))[0].reshape(x_BSKD.shape)
 
 
 def query_spans(end_BKS: Int[Array, "B K S"], old: Survivors, chunk: int, group: int) -> Int[Array, "B K n I 6"]:

@@ -1,14 +1,18 @@
 """A cache of rows in 8 bits: what it costs, that batches do not change it, and what cannot have one."""
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from inference.tiny_model import CONFIG, ENTRY_BYTES, distinct_tokens, make_policy, random_scorer, tiny_model
 
 from kvpop_jax.errors import UserError
-from kvpop_jax.inference import Generator, SamplingParams
+from kvpop_jax.inference import Generator, SamplingParams, prefill
+from kvpop_jax.inference.decode import CacheUsage
+from kvpop_jax.inference.results import cache_reports
 
 BUDGET = 60
 PROMPTS = [distinct_tokens(1, 64)[0][:50].tolist(), distinct_tokens(2, 64)[1].tolist(), [3, 1, 4]]
@@ -48,11 +52,21 @@ def test_every_byte_is_counted_and_a_state_takes_more_of_the_smaller_entries(cac
     assert small.state_entries * per_entry > state_bytes - ENTRY_BYTES
     assert small.state_entries > plain.state_entries and small.pool < plain.pool
 
-    streaming = generator("streaming_llm", cache_dtype).generate(PROMPTS[:1], SamplingParams(max_new_tokens=1))[0]
+    streaming = generator("streaming_llm", cache_dtype)
+    setup = streaming.setup([len(PROMPTS[0])], 1)
+    shapes = jax.eval_shape(partial(prefill, setup), streaming.model.params, [None], *_one_row(PROMPTS[0]))[1]
+    assert {cache.k_BKCD.dtype for cache in shapes} == {cache.v_BKCD.dtype for cache in shapes} == {jnp.dtype(stored)}
     # Beside an entry its position and its priority, and the ring.
     window = make_policy("streaming_llm").plan(BUDGET, CONFIG, per_entry).window
-    assert streaming.cache.layer_bytes == (CONFIG.num_kv_heads * (BUDGET * (per_entry + 8) + window * 4),)
-    assert (streaming.cache.cache_dtype, streaming.cache.allocated) == (stored, BUDGET)
+    counted = CONFIG.num_kv_heads * (BUDGET * (per_entry + 8) + window * 4)
+    usage = CacheUsage(np.zeros((1, 1), np.int32), np.zeros((1, 1), np.float32), np.zeros(1, np.float32))
+    (report,) = cache_reports(setup, [jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), shapes[0])], usage)
+    assert (report.layer_bytes, report.bytes, report.cache_dtype) == ((counted,), counted, stored)
+    assert report.allocated == BUDGET
+
+
+def _one_row(prompt):
+    return np.asarray([prompt], np.int32), np.asarray([len(prompt)], np.int32), np.zeros(1, np.int32)
 
 
 @pytest.mark.core

@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keeps kernels out of the lane of core tests, whose marks they inherit with their suites."""
     for item in items:
-        if any(item.get_closest_marker(lane) for lane in ("tpu", "gpu_interpret")):
+        if any(item.get_closest_marker(lane) for lane in ("tpu", "gpu", "gpu_interpret")):
             item.own_markers = [mark for mark in item.own_markers if mark.name != "core"]
 
 
@@ -53,6 +53,18 @@ def libtpu() -> Iterator[None]:
     """Skips the test where the TPU compiler is missing; compiles as for real, not in the haste of the other tests."""
     if importlib.util.find_spec("libtpu") is None:
         pytest.skip("libtpu, the TPU compiler, is not installed: pip install 'jax[tpu]'")
+    yield from _compiled_as_for_real()
+
+
+@pytest.fixture
+def hopper() -> Iterator[None]:
+    """Skips the test where there is no Hopper GPU; compiles as for real."""
+    if jax.default_backend() != "gpu" or not jax.devices()[0].compute_capability.startswith("9."):
+        pytest.skip("there is no Hopper GPU, or JAX was not told to use it: JAX_PLATFORMS=cuda")
+    yield from _compiled_as_for_real()
+
+
+def _compiled_as_for_real() -> Iterator[None]:
     before = {
         "jax_disable_most_optimizations": jax.config.read("jax_disable_most_optimizations"),
         "jax_enable_compilation_cache": jax.config.jax_enable_compilation_cache,

@@ -55,6 +55,15 @@ class TestOnAnInterpretedGPU(DecodeAttentionSuite):
         assert_close(o_BHD, wanted_o_BHD, self.tolerance)
 
 
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+class TestOnAGPU(DecodeAttentionSuite):
+    backend = "gpu"
+    dtype = "bfloat16"
+    tolerance = 2**-7  # as interpreted
+    test_donated_caches_are_written_in_place = None  # of the lowered program, below: that test's are of float32
+
+
 SHAPES = [
     Case(batch=1, kv_heads=8, group=4, slots=4096, head_dim=128),
     Case(batch=32, kv_heads=8, group=4, slots=4032, head_dim=128),

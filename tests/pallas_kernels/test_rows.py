@@ -31,7 +31,7 @@ def largest_error(x: np.ndarray, name: str) -> np.ndarray:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_is_read_is_within_half_a_step_of_what_was_written(name, dtype):
     x_BKCD = random_rows(jnp.dtype(dtype))
-    rows = to_rows(jnp.asarray(x_BKCD), ROW_DTYPES[name])
+    rows = to_rows(jnp.asarray(x_BKCD), ROW_DTYPES[name].name)  # as a plan has it
     error = np.abs(np.asarray(read_rows(rows), np.float64) - x_BKCD.astype(np.float64))
     assert np.all(error <= largest_error(x_BKCD, name) * (1 + 1e-5))
     assert (rows.dtype, rows.shape, rows.scale_BKC.dtype) == (ROW_DTYPES[name], x_BKCD.shape, jnp.float32)

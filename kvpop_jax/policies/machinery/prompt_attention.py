@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from kvpop_jax.policies.machinery.base import Prompt
 from kvpop_jax.policies.machinery.keeping import prompt_length
-from pallas_kernels import NEVER, masked_attention, received_log_mass
+from pallas_kernels import masked_attention, received_log_mass
 
 Reduce = Callable[[Float[Array, "H W S"], Float[Array, "W 1"]], Float[Array, "H S"]]
 """(attention of the last queries, which of them exist) -> one number per head and token."""
@@ -83,6 +83,4 @@ def group_mean(x_BHS: Float[Array, "B H S"], num_kv_heads: int) -> Float[Array, 
 
 
 def _dense(prompt):
-    B, S, K, _D = prompt.k_BSKD.shape
-    never_BKS = jnp.full((B, K, S), NEVER)
-    return masked_attention(prompt.q_BSHD, prompt.k_BSKD, prompt.v_BSKD, never_BKS, prompt.layout.segment_BS)
+    return masked_attention(prompt.q_BSHD, prompt.k_BSKD, prompt.v_BSKD, None, prompt.layout.segment_BS)
