@@ -5,9 +5,16 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from mlstm_chunkwise_suite import MLSTMChunkwiseSuite
 
 from pallas_kernels.backend import BackendError
 from pallas_kernels.mlstm_chunkwise import mlstm_chunkwise
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+class TestOnAGPU(MLSTMChunkwiseSuite):
+    backend = "gpu"
 
 
 def test_every_product_forward_and_backward_is_for_tensor_cores():

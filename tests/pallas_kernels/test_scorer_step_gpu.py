@@ -31,6 +31,12 @@ class TestOnAnInterpretedGPU(ScorerStepSuite):
     backend = "gpu"
 
 
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+class TestOnAGPU(ScorerStepSuite):
+    backend = "gpu"
+
+
 @pytest.mark.gpu_interpret
 @needs_mosaic_gpu
 def test_it_lowers_for_a_gpu_with_the_state_aliased():
