@@ -15,13 +15,14 @@ MESH_AXES = {"B": ("data", "fsdp"), "H": ("model",), "K": ("model",)}
 """Mesh axes by the letter of the array axis that is sharded over them, for operations."""
 
 
-def per_shard(run: Callable[..., Any], arguments: Sequence[Any], takes: Sequence[str | None], gives: Any) -> Any:
+def per_shard(run: Callable[..., Any], arguments: Sequence[Any], takes: Sequence[Any], gives: Any) -> Any:
     """`run(*arguments)`, on each device's share of them.
 
     Args:
         run: an operation that treats rows and KV heads alike.
         arguments: positional.
-        takes: the axis letters of each argument, or of the first axes of all its leaves; None for a constant.
+        takes: the axis letters of each argument, or of the first axes of all its leaves, or a tree of those; None for a
+            constant.
         gives: the same of the results, a tree of strings.
     """
     mesh = jax.sharding.get_abstract_mesh()
@@ -49,7 +50,7 @@ def per_shard(run: Callable[..., Any], arguments: Sequence[Any], takes: Sequence
     return jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=tuple(spec(takes[place] or "") for place in places),
+        in_specs=tuple(jax.tree.map(spec, takes[place]) for place in places),
         out_specs=jax.tree.map(spec, gives),
         axis_names=set(auto),
         check_vma=False,  # kernels do not say how their results vary over the mesh

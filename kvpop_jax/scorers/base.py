@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from kvpop_jax.models import ModelConfig
+from pallas_kernels.scorer_step import unit_rms
 
 DecayMode = Literal["learned", "frozen", "zero"]
 """Whether lambda, the age decay, is trained, kept at its start, or absent."""
@@ -59,12 +60,6 @@ class Scorer:
 def features(k: Float[Array, "... D"], v: Float[Array, "... D"]) -> Float[Array, "... 2D"]:
     """x = [k; v], detached, each half at unit root mean square, in at least float32 (KVpop section 4, row 11)."""
     return jnp.concatenate([unit_rms(x) for x in lax.stop_gradient((k, v))], axis=-1)
-
-
-def unit_rms(x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-    """x / sqrt(mean(x^2) + 1e-6) over the last axis, in at least float32."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    return wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + 1e-6)
 
 
 def zero_unless_leaving(

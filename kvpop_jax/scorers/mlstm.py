@@ -23,11 +23,11 @@ from kvpop_jax.scorers.base import (
     immediate,
     init_per_head,
     per_head,
-    unit_rms,
     zero_unless_leaving,
 )
 from kvpop_jax.scorers.mlp import MLP, apply_mlp, init_mlp
-from pallas_kernels.mlstm_chunkwise import mlstm_chunkwise, mlstm_initial_state, mlstm_step
+from pallas_kernels.mlstm_chunkwise import mlstm_chunkwise, mlstm_initial_state
+from pallas_kernels.scorer_step import ScorerWeights, scorer_step, unit_rms
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,9 @@ def mlstm_scorer(settings: MLSTMSettings, dims: ScorerDims) -> Scorer:
     K = dims.num_kv_heads
     X, Y = settings.key_dim or dims.head_dim // 2, settings.value_dim or dims.head_dim
 
-    def read_out(params, h, x):
-        score = jnp.sum(unit_rms(h) * params.out_KY, axis=-1) + params.out_bias_K
-        return score if params.skip is None else score + apply_mlp(params.skip, x)
+    def add_rest(params, score, k, v):
+        score = score + params.out_bias_K
+        return score if params.skip is None else score + apply_mlp(params.skip, features(k, v))
 
     def gates(params, hidden):
         wide = lax.stop_gradient(hidden).astype(params.gates_E2K.dtype)
@@ -110,16 +110,21 @@ def mlstm_scorer(settings: MLSTMSettings, dims: ScorerDims) -> Scorer:
         )
         # Row t + delay is the read-out of token t; back to where it belongs.
         back_BSKY = jnp.pad(h_BSKY, ((0, 0), (0, delay), (0, 0), (0, 0)))[:, delay:]
-        return zero_unless_leaving(read_out(params, back_BSKY, x_BSKI), segment_BS, delay), state
+        score_BSK = jnp.sum(unit_rms(back_BSKY) * params.out_KY, axis=-1)
+        return zero_unless_leaving(add_rest(params, score_BSK, k_BSKD, v_BSKD), segment_BS, delay), state
 
     def step(params, state, hidden_BE, k_BKD, v_BKD, leaving_k_BKD, leaving_v_BKD):
-        x_BKI, late_BKI = features(k_BKD, v_BKD), features(leaving_k_BKD, leaving_v_BKD)
-        i_BK, f_BK = gates(params, hidden_BE)
-        q_BKX = per_head(late_BKI, params.q_KIX) * X**-0.5
-        state, h_BKY = mlstm_step(
-            state, q_BKX, per_head(x_BKI, params.k_KIX), per_head(x_BKI, params.v_KIY), i_BK, f_BK
+        tokens = lax.stop_gradient((hidden_BE, k_BKD, v_BKD, leaving_k_BKD, leaving_v_BKD))
+        weights = ScorerWeights(
+            q_KIX=params.q_KIX,
+            k_KIX=params.k_KIX,
+            v_KIY=params.v_KIY,
+            gates_E2K=params.gates_E2K.reshape(-1, 2, K),
+            gate_bias_2K=params.gate_bias_2K.reshape(2, K),
+            out_KY=params.out_KY,
         )
-        return state, read_out(params, h_BKY, late_BKI)
+        state, score_BK = scorer_step(weights, state, *tokens, soft_cap=settings.gate_soft_cap)
+        return state, add_rest(params, score_BK, *tokens[3:])
 
     scorer = Scorer(
         kind="mlstm",

@@ -9,9 +9,11 @@ both relative to M_t, their maximum (at least 0), which is the stabiliser m of t
 chunks are read from what all chunks before wrote, by the same rule. Memory is S x L for the read-outs, (S / L) X Y for
 the states and (S / L)^2 for the weights between chunks; the S x L arrays are recomputed for the gradient.
 
-The normaliser n is what the memory c would hold for a value that is always 1. So every value gets a last entry 1, and
-one matrix of Z = Y + 1 columns carries both: its read-out is the numerator and, last, the denominator.
+The normaliser n is what the memory c would hold for a value that is always 1. It is computed beside the memory, not as
+a last column of it: matrices of Y + 1 columns fill no tile of a GPU.
 """
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -23,35 +25,45 @@ from pallas_kernels.scans import running_max
 EPSILON = 1e-6
 
 
-def mlstm_chunkwise(q_BSKX, k_BSKX, v_BSKY, i_BSK, f_BSK, state, segment_BS, chunk):
-    """See `api.mlstm_chunkwise`."""
+def mlstm_chunkwise(q_BSKX, k_BSKX, v_BSKY, i_BSK, f_BSK, state, segment_BS, chunk, precision=lax.Precision.HIGHEST):
+    """See `api.mlstm_chunkwise`; products are in that precision."""
     dtype = jnp.promote_types(q_BSKX.dtype, jnp.float32)
     B, S, K, Y = v_BSKY.shape
     L = max(1, min(chunk, S))
+    einsum = partial(jnp.einsum, precision=precision)
 
     def split(array):
         """[B, S, ...] to [chunks, B, L, ...], filled up with zeros, which is padding where segments are concerned."""
         array = jnp.pad(array, [(0, 0), (0, -S % L)] + [(0, 0)] * (array.ndim - 2))
         return jnp.moveaxis(array.reshape(B, -1, L, *array.shape[2:]), 1, 0)
 
-    q_nBLKX, k_nBLKX, i_nBLK, f_nBLK = (split(array.astype(dtype)) for array in (q_BSKX, k_BSKX, i_BSK, f_BSK))
-    v_nBLKZ = split(_with_one(v_BSKY.astype(dtype)))
+    def split_heads(array):
+        """[B, S, K, ...] to [chunks, B, K, L, ...]: once, and no product has to."""
+        return jnp.moveaxis(split(array.astype(dtype)), 3, 2)
+
+    q_nBKLX, k_nBKLX, v_nBKLY, i_nBKL, f_nBKL = map(split_heads, (q_BSKX, k_BSKX, v_BSKY, i_BSK, f_BSK))
     real_nBL, run_nBL = split(segment_BS != 0), split(segment_runs(segment_BS))
     # Padding forgets nothing, and is masked wherever it would write or read.
-    b_nBLK = jnp.cumsum(jnp.where(real_nBL[..., None], jax.nn.log_sigmoid(f_nBLK), 0), axis=2)
+    b_nBKL = jnp.cumsum(jnp.where(real_nBL[:, :, None], jax.nn.log_sigmoid(f_nBKL), 0), axis=-1)
     last_run_nB = running_max(jnp.max(run_nBL, axis=2).T).T
     run_mB = jnp.concatenate([jnp.zeros_like(last_run_nB[:1]), last_run_nB])
     entering_run_nB = run_mB[:-1]
 
-    writes_n = jax.vmap(_chunk_writes)(k_nBLKX, v_nBLKZ, i_nBLK, b_nBLK, real_nBL, run_nBL, last_run_nB)
-    sources_m = jax.tree.map(lambda x, y_n: jnp.concatenate([x[None], y_n]), _pack(state, dtype), writes_n)
-    states_m = _chunk_states(sources_m, b_nBLK[:, :, -1], run_mB)
+    writes = jax.vmap(partial(_chunk_writes, einsum))
+    writes_n = writes(k_nBKLX, v_nBKLY, i_nBKL, b_nBKL, real_nBL, run_nBL, last_run_nB)
+    first = MLSTMState(*(x.astype(dtype) for x in (state.c_BKXY, state.n_BKX, lax.stop_gradient(state.m_BK))))
+    sources_m = jax.tree.map(lambda x, y_n: jnp.concatenate([x[None], y_n]), first, writes_n)
+    states_m = _chunk_states(einsum, sources_m, b_nBKL[..., -1], run_mB)
     entering_n, final = jax.tree.map(lambda x: x[:-1], states_m), jax.tree.map(lambda x: x[-1], states_m)
 
-    reads = jax.checkpoint(jax.vmap(_chunk_reads))
-    h_nBLKY = reads(entering_n, q_nBLKX, k_nBLKX, v_nBLKZ, i_nBLK, b_nBLK, real_nBL, run_nBL, entering_run_nB)
-    h_BSKY = jnp.moveaxis(h_nBLKY, 0, 1).reshape(B, -1, K, Y)[:, :S]
-    return h_BSKY.astype(v_BSKY.dtype), _unpack(*final)
+    # The S x L arrays are made again for the gradient; sums and norms are small, and kept.
+    reads = jax.checkpoint(jax.vmap(partial(_chunk_reads, einsum)))
+    sum_nBKLY, norm_nBKL = reads(
+        entering_n, q_nBKLX, k_nBKLX, v_nBKLY, i_nBKL, b_nBKL, real_nBL, run_nBL, entering_run_nB
+    )
+    h_nBKLY = sum_nBKLY / (norm_nBKL + EPSILON)[..., None]
+    h_BSKY = jnp.transpose(h_nBKLY, (1, 0, 3, 2, 4)).reshape(B, -1, K, Y)[:, :S]
+    return h_BSKY.astype(v_BSKY.dtype), final
 
 
 def mlstm_step(state, q_BKX, k_BKX, v_BKY, i_BK, f_BK):
@@ -66,7 +78,8 @@ def mlstm_step(state, q_BKX, k_BKX, v_BKY, i_BK, f_BK):
     n_BKX = forget_BK1 * state.n_BKX.astype(dtype) + write_BKX
     written_BKXY = write_BKX[..., None] * v_BKY.astype(dtype)[:, :, None]
     c_BKXY = forget_BK1[..., None] * state.c_BKXY.astype(dtype) + written_BKXY
-    sum_BKY = _einsum("BKX,BKXY->BKY", q_BKX, c_BKXY)
+    # Accelerators would round the factors; scores are ranked.
+    sum_BKY = jnp.einsum("BKX,BKXY->BKY", q_BKX, c_BKXY, precision=lax.Precision.HIGHEST)
     norm_BK = jnp.sum(q_BKX * n_BKX, axis=-1)
     h_BKY = sum_BKY / (_bounded(norm_BK, m_BK) + EPSILON)[..., None]
     return MLSTMState(c_BKXY, n_BKX, m_BK), h_BKY.astype(v_BKY.dtype)
@@ -83,72 +96,71 @@ def segment_runs(segment_BS):
     return jnp.cumsum(starts_BS, axis=1)
 
 
-def _chunk_writes(k_BLKX, v_BLKZ, i_BLK, b_BLK, real_BL, run_BL, last_run_B):
+def _chunk_writes(einsum, k_BKLX, v_BKLY, i_BKL, b_BKL, real_BL, run_BL, last_run_B):
     """What the last segment of a chunk adds to the memory at the chunk's end, in units of exp(m), and that m."""
     in_last_BL = real_BL & (run_BL == last_run_B[:, None])
-    a_BLK = jnp.where(in_last_BL[..., None], b_BLK[:, -1:] - b_BLK + i_BLK, -jnp.inf)
-    m_BK = _stabiliser(jnp.max(a_BLK, axis=1))
-    weighted_BLKX = jnp.exp(a_BLK - m_BK[:, None])[..., None] * k_BLKX
-    return _einsum("BLKX,BLKZ->BKXZ", weighted_BLKX, v_BLKZ), m_BK
+    a_BKL = jnp.where(in_last_BL[:, None], b_BKL[..., -1:] - b_BKL + i_BKL, -jnp.inf)
+    m_BK = _stabiliser(jnp.max(a_BKL, axis=-1))
+    weighted_BKLX = jnp.exp(a_BKL - m_BK[..., None])[..., None] * k_BKLX
+    return MLSTMState(einsum("BKLX,BKLY->BKXY", weighted_BKLX, v_BKLY), weighted_BKLX.sum(axis=2), m_BK)
 
 
-def _chunk_states(sources, total_forget_nBK, run_mB):
-    """Memory and m at every edge between chunks, m = n + 1 of them, from what each edge adds: the first the state that
+def _chunk_states(einsum, sources_m, total_forget_nBK, run_mB):
+    """The memory at every edge between chunks, m = n + 1 of them, from what each edge adds: the first the state that
     the row begins with, every other what the chunk before it writes.
 
     One product of matrices: a scan over chunks would be thousands of small launches on a GPU.
     """
-    source_mBKXZ, unit_mBK = sources
     m = jnp.arange(run_mB.shape[0])
     # Sums of the chunks between two edges, not differences of running sums: those would be of large numbers.
     passed_mnBK = jnp.where((m[:, None] <= m[:-1])[..., None, None], total_forget_nBK, 0)
     between_mmBK = jnp.pad(jnp.cumsum(passed_mnBK, axis=1), ((0, 0), (1, 0), (0, 0), (0, 0)))
     there_mmB = (m[:, None] <= m)[..., None] & (run_mB[:, None] == run_mB)
-    weight_mmBK = jnp.where(there_mmB[..., None], between_mmBK + unit_mBK[:, None], -jnp.inf)
+    weight_mmBK = jnp.where(there_mmB[..., None], between_mmBK + sources_m.m_BK[:, None], -jnp.inf)
     edge_mBK = _stabiliser(jnp.max(weight_mmBK, axis=0))
-    return _einsum("smBK,sBKXZ->mBKXZ", jnp.exp(weight_mmBK - edge_mBK), source_mBKXZ), edge_mBK
+    share_mmBK = jnp.exp(weight_mmBK - edge_mBK)
+    c_mBKXY = einsum("smBK,sBKXY->mBKXY", share_mmBK, sources_m.c_BKXY)
+    return MLSTMState(c_mBKXY, einsum("smBK,sBKX->mBKX", share_mmBK, sources_m.n_BKX), edge_mBK)
 
 
-def _chunk_reads(entering, q_BLKX, k_BLKX, v_BLKZ, i_BLK, b_BLK, real_BL, run_BL, entering_run_B):
-    """The read-out at every position of a chunk, given the memory and m that entered it."""
-    memory_BKXZ, entering_BK = entering
+def _chunk_reads(einsum, entering, q_BKLX, k_BKLX, v_BKLY, i_BKL, b_BKL, real_BL, run_BL, entering_run_B):
+    """What every position of a chunk reads, given the state that entered it, and what that is to be divided by."""
     L = run_BL.shape[1]
     from_memory_BL = real_BL & (run_BL == entering_run_B[:, None])
     causal_LL = jnp.arange(L)[:, None] >= jnp.arange(L)
     within_BLL = causal_LL & (run_BL[:, :, None] == run_BL[:, None, :]) & real_BL[:, :, None] & real_BL[:, None, :]
 
-    b_BKL, i_BKL = jnp.swapaxes(b_BLK, 1, 2), jnp.swapaxes(i_BLK, 1, 2)
-    memory_weight_BKL = jnp.where(from_memory_BL[:, None], b_BKL + entering_BK[..., None], -jnp.inf)
+    # What gates change in a weight they might as well change in the query or the key that it multiplies: their gradient
+    # goes that way, and no array of L x L has to be summed along both axes for it.
+    q_BKLX, k_BKLX = _growing(q_BKLX, b_BKL), _growing(k_BKLX, i_BKL - b_BKL)
+    i_BKL, b_BKL = lax.stop_gradient((i_BKL, b_BKL))
+    memory_weight_BKL = jnp.where(from_memory_BL[:, None], b_BKL + entering.m_BK[..., None], -jnp.inf)
     token_weight_BKLL = b_BKL[..., None] - b_BKL[..., None, :] + i_BKL[..., None, :]
     token_weight_BKLL = jnp.where(within_BLL[:, None], token_weight_BKLL, -jnp.inf)
     m_BKL = _stabiliser(memory_weight_BKL, jnp.max(token_weight_BKLL, axis=-1))
 
-    scores_BKLL = _einsum("BLKX,BMKX->BKLM", q_BLKX, k_BLKX) * jnp.exp(token_weight_BKLL - m_BKL[..., None])
-    sum_BKLZ = _einsum("BLKX,BKXZ->BKLZ", q_BLKX, memory_BKXZ) * jnp.exp(memory_weight_BKL - m_BKL)[..., None]
-    sum_BKLZ = sum_BKLZ + _einsum("BKLM,BMKZ->BKLZ", scores_BKLL, v_BLKZ)
-    return jnp.swapaxes(_divide(sum_BKLZ, m_BKL), 1, 2)
-
-
-def _with_one(v_Y):
-    return jnp.concatenate([v_Y, jnp.ones_like(v_Y[..., :1])], axis=-1)
-
-
-def _pack(state, dtype):
-    """The state as one matrix and its unit; the unit is a constant to the gradient."""
-    memory_BKXZ = jnp.concatenate([state.c_BKXY, state.n_BKX[..., None]], axis=-1)
-    return memory_BKXZ.astype(dtype), lax.stop_gradient(state.m_BK).astype(dtype)
-
-
-def _unpack(memory_BKXZ, m_BK):
-    return MLSTMState(memory_BKXZ[..., :-1], memory_BKXZ[..., -1], m_BK)
-
-
-def _divide(sum_Z, m):
-    return sum_Z[..., :-1] / (_bounded(sum_Z[..., -1], m) + EPSILON)[..., None]
+    scores_BKLL = einsum("BKLX,BKMX->BKLM", q_BKLX, k_BKLX) * jnp.exp(token_weight_BKLL - m_BKL[..., None])
+    weighted_BKLX = q_BKLX * jnp.exp(memory_weight_BKL - m_BKL)[..., None]
+    sum_BKLY = einsum("BKLX,BKXY->BKLY", weighted_BKLX, entering.c_BKXY)
+    sum_BKLY = sum_BKLY + einsum("BKLM,BKMY->BKLY", scores_BKLL, v_BKLY)
+    norm_BKL = jnp.sum(scores_BKLL, axis=-1) + jnp.sum(weighted_BKLX * entering.n_BKX[:, :, None], axis=-1)
+    return sum_BKLY, _bounded(norm_BKL, m_BKL)
 
 
 def _bounded(norm, m):
     return jnp.maximum(jnp.abs(norm), jnp.exp(-m))
+
+
+@jax.custom_jvp
+def _growing(x_X, rate):
+    """`x`, differentiated as exp(rate - c) x for the constant c = rate."""
+    return x_X
+
+
+@_growing.defjvp
+def _growing_jvp(primals, tangents):
+    (x_X, _), (x_dot_X, rate_dot) = primals, tangents
+    return x_X, x_dot_X + x_X * rate_dot[..., None]
 
 
 def _stabiliser(*log_weights):
@@ -157,8 +169,3 @@ def _stabiliser(*log_weights):
     for log_weight in log_weights:
         largest = jnp.maximum(largest, log_weight)
     return lax.stop_gradient(largest)
-
-
-def _einsum(spec, *arrays):
-    # Accelerators round float32 factors to bfloat16 or TF32 unless told otherwise; scores are ranked, so they are kept.
-    return jnp.einsum(spec, *arrays, precision=lax.Precision.HIGHEST)

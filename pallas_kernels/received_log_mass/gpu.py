@@ -6,6 +6,9 @@ so that what belongs to keys lies along rows and stays in registers. The sum is 
 queries at the end, because a sum over a row crosses threads. The maximum has to cross them: with the log-sum-exp of a
 sparse pass, terms may exceed 1 by any factor.
 
+While the tensor cores multiply a tile, the exponentials of the one before it are taken: each alone would take about as
+long as the other, and together they are nearly all of the work. So scores of two tiles are in registers, and the sum.
+
 Queries come in the order of their positions, so those that count for a block of keys are consecutive tiles, and so are
 those of which every query counts for every key: they are not masked. A subset of the queries is moved to the front
 first, so that the cost falls with its share. Logarithms are to base 2 inside.
@@ -137,7 +140,9 @@ def _kernel(
     D, blocks = k_smem.shape[2], k_ref.shape[1] // (2 * _KEYS)
     batch, head, block = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("keys")
     start, stop, start_whole, stop_whole = (span_ref[(batch * blocks + block) * 4 + i] for i in range(4))
-    tiles = jnp.maximum(stop - start, 0)
+    # One at least, which is masked where no query counts.
+    start = jnp.minimum(start, q_ref.shape[1] // _QUERIES - 1)
+    tiles = jnp.maximum(stop - start, 1)
     wg = lax.axis_index("warpgroup")
 
     @pl.when(wg == 2)
@@ -163,16 +168,17 @@ def _kernel(
         plgpu.copy_gmem_to_smem(end_ref.at[batch, rows], end_smem.at[wg], k_loaded.at[wg])
         plgpu.barrier_wait(k_loaded.at[wg])
 
-        def step(i, carry):
-            m_K, l_KQ = carry
+        def multiply(s_ref, i):
             stage = lax.rem(i, jnp.int32(_STAGES))
             plgpu.barrier_wait(q_loaded.at[stage])
+            plgpu.wgmma(s_ref, k_smem.at[wg], q_smem.at[stage].transpose((1, 0)))
 
-            def multiply(s_ref):
-                plgpu.wgmma(s_ref, k_smem.at[wg], q_smem.at[stage].transpose((1, 0)))
-                return s_ref[...]
+        def first_scores(s_ref):
+            multiply(s_ref, jnp.int32(0))
+            return s_ref[...]
 
-            s_KQ = pl.run_scoped(multiply, plgpu.ACC((_KEYS, _QUERIES), jnp.float32))
+        def count(i, s_KQ, m_K, l_KQ):
+            stage = lax.rem(i, jnp.int32(_STAGES))
             lse_Q = plgpu.load(lse_smem.at[stage], layout=_WGMMA.reduce(0))
             x_KQ = s_KQ * (D**-0.5 * _LOG2_E) - lax.broadcast_in_dim(lse_Q, s_KQ.shape, [1])
 
@@ -192,9 +198,20 @@ def _kernel(
             l_KQ = l_KQ * lax.broadcast_in_dim(jnp.exp2(m_K - m_next_K), l_KQ.shape, [0]) + p_KQ
             return m_next_K, l_KQ
 
+        def step(i, carry):
+            def multiply_while_counting(s_ref):
+                multiply(s_ref, i)
+                # Its exponentials are to be over before the product is waited for.
+                m_K, l_KQ = lax.optimization_barrier(count(i - 1, *carry))
+                return s_ref[...], m_K, l_KQ
+
+            return pl.run_scoped(multiply_while_counting, accumulator)
+
+        accumulator = plgpu.ACC((_KEYS, _QUERIES), jnp.float32)
         m_K = plgpu.layout_cast(jnp.full((_KEYS,), _FLOOR, jnp.float32), _WGMMA.reduce(1))
         l_KQ = plgpu.layout_cast(jnp.zeros((_KEYS, _QUERIES), jnp.float32), _WGMMA)
-        m_K, l_KQ = lax.fori_loop(jnp.int32(0), tiles, step, (m_K, l_KQ))
+        carry = pl.run_scoped(first_scores, accumulator), m_K, l_KQ
+        m_K, l_KQ = count(tiles - 1, *lax.fori_loop(jnp.int32(1), tiles, step, carry))
         # log2(0) is -inf: a key for which no query counts.
         mass_smem[wg] = (m_K + jnp.log2(l_KQ.sum(axis=1))) / _LOG2_E
         plgpu.commit_smem()

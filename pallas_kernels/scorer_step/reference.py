@@ -1,0 +1,28 @@
+"""Plain JAX `scorer_step`."""
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.mlstm_chunkwise import mlstm_step
+from pallas_kernels.scorer_step.weights import unit_rms
+
+
+def scorer_step(weights, state, hidden_BE, k_BKD, v_BKD, leaving_k_BKD, leaving_v_BKD, soft_cap):
+    """See `api.scorer_step`."""
+    x_BKI, leaving_BKI = _features(k_BKD, v_BKD), _features(leaving_k_BKD, leaving_v_BKD)
+    wide_BE = hidden_BE.astype(weights.gates_E2K.dtype)
+    raw_B2K = jnp.einsum("BE,EGK->BGK", wide_BE, weights.gates_E2K, precision=lax.Precision.HIGHEST)
+    gate_B2K = soft_cap * jnp.tanh((raw_B2K + weights.gate_bias_2K) / soft_cap)
+    q_BKX = _per_head(leaving_BKI, weights.q_KIX) * weights.q_KIX.shape[2] ** -0.5
+    k_BKX, v_BKY = _per_head(x_BKI, weights.k_KIX), _per_head(x_BKI, weights.v_KIY)
+    state, h_BKY = mlstm_step(state, q_BKX, k_BKX, v_BKY, gate_B2K[:, 0], gate_B2K[:, 1])
+    return state, jnp.sum(unit_rms(h_BKY) * weights.out_KY, axis=-1)
+
+
+def _features(k_BKD, v_BKD):
+    return jnp.concatenate([unit_rms(k_BKD), unit_rms(v_BKD)], axis=-1)
+
+
+def _per_head(x_BKI, weight_KIO):
+    # Accelerators would round the factors; scores are ranked.
+    return jnp.einsum("BKI,KIO->BKO", x_BKI, weight_KIO, precision=lax.Precision.HIGHEST)
