@@ -25,6 +25,16 @@ hypothesis.settings.register_profile("kvpop", derandomize=True, deadline=None, d
 hypothesis.settings.load_profile("kvpop")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Threads for interpreted GPUs, before any test module makes JAX start its CPU device.
+
+    Every warpgroup runs on a thread of XLA's pool and waits there at barriers for the others: with fewer threads than
+    warpgroups, forever.
+    """
+    if "gpu_interpret" in config.option.markexpr.replace("not gpu_interpret", ""):
+        os.environ.setdefault("PJRT_NPROC", "16")
+
+
 @pytest.fixture
 def float64() -> Iterator[None]:
     """Runs the test with 64-bit types enabled; without it JAX rounds every float64 to float32."""

@@ -1,12 +1,7 @@
 """How the tests of Pallas kernels run without their hardware."""
 
 import importlib.util
-import os
 from collections.abc import Iterator
-
-# An interpreted GPU runs every warpgroup on a thread of XLA's pool, where it waits at barriers for the others: with
-# fewer threads than warpgroups, forever. Read when JAX makes its CPU device.
-os.environ.setdefault("PJRT_NPROC", "16")
 
 import jax
 import pytest
