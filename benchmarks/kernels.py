@@ -7,13 +7,17 @@ several programs are queued at once, so that what it takes to start one is hidde
 Shares are of the bandwidth that a copy of 4 GiB reaches in the same run, or, of operations that are held against FLOPs,
 of the rate of a large matrix product. The error is the largest one of a result, as a share of its largest entry. On a
 CPU the shapes are small and only forms for any platform run.
+
+Everything is compiled first, in as many threads as there are cores, and timed after.
 """
 
 import argparse
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +33,8 @@ from kvpop_jax import cli
 from pallas_kernels.decode_attention import decode_attention, gpu
 
 _BURST = 5  # programs
-_COLD_BYTES = 1 << 29  # of inputs, between two uses of one: ten times the second-level cache of an H200
+_COLD_BYTES = 1 << 28  # of inputs, between two uses of one: five times the second-level cache of an H200
+_RUNS = 32  # of a short operation, in a program
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,24 @@ class Case:
     flops: int | None = None
     runs: int | None = None
     baseline: str | None = None
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A case's programs, as they will be once they are compiled.
+
+    Attributes:
+        reference, once: arguments -> results; of each form but the baseline.
+        programs: of each form, over all sets of inputs.
+        sets, runs: of inputs; of the operation in a program.
+    """
+
+    case: Case
+    reference: Future[Callable[..., Any]]
+    once: dict[str, Future[Callable[..., Any]]]
+    programs: dict[str, Future[Callable[..., Any]]]
+    sets: int
+    runs: int
 
 
 @dataclass(frozen=True)
@@ -140,14 +163,14 @@ def main(argv: Sequence[str]) -> int:
     print(
         "| op | shape | form | ms | rate | of the ceiling | of dense | of the reference | error |\n" + "|---" * 9 + "|"
     )
+    chosen = [case for op in options.ops.split(",") for case in CASES[op](real) if options.shapes in case.shape]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        waiting = [compile_case(case, pool) for case in chosen]
     rows = []
-    for op in options.ops.split(","):
-        for case in CASES[op](real):
-            if options.shapes not in case.shape:
-                continue
-            for row in measure(case, bandwidth, rate, options.bursts):
-                print(row, flush=True)
-                rows.append(row)
+    for compiled in waiting:
+        for row in measure(compiled, bandwidth, rate, options.bursts):
+            print(row, flush=True)
+            rows.append(row)
     if options.output is not None:
         about = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "copy_bytes_per_s": bandwidth}
         about |= {"matmul_flops_per_s": rate}
@@ -155,20 +178,40 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def measure(case: Case, bandwidth: float, rate: float, bursts: int) -> list[Row]:
-    """One row for each form."""
-    errors = compare(case)
+def compile_case(case: Case, pool: Executor) -> Compiled:
+    """Traces a case's programs here, and compiles them in the pool."""
     sets = 1 if case.runs is not None else math.ceil(_COLD_BYTES / case.bytes) if jax.default_backend() != "cpu" else 2
-    runs = case.runs or (sets * max(1, 64 // sets) if sets > 1 else 8)  # of the operation, in a program
-    compiled = {form: program(case, form, runs // sets) for form in case.forms}
-    state = [case.inputs(seed) for seed in range(sets)]
+    runs = case.runs or (sets * max(1, _RUNS // sets) if sets > 1 else 8)
+    arguments = jax.eval_shape(case.inputs, 0)
+
+    def compiled(function: Callable[..., Any], *given: Any, **options: Any) -> Future[Callable[..., Any]]:
+        return pool.submit(jax.jit(function, **options).lower(*given).compile)
+
+    return Compiled(
+        case,
+        compiled(case.reference, *arguments),
+        {form: compiled(partial(case.run, form=form), *arguments) for form in case.forms if form != case.baseline},
+        {
+            form: compiled(program(case, form, runs // sets), [arguments] * sets, donate_argnums=0)
+            for form in case.forms
+        },
+        sets,
+        runs,
+    )
+
+
+def measure(compiled: Compiled, bandwidth: float, rate: float, bursts: int) -> list[Row]:
+    """One row for each form."""
+    case, runs = compiled.case, compiled.runs
+    errors = compare(compiled)
+    state = [case.inputs(seed) for seed in range(compiled.sets)]
     seconds: dict[str, list[float]] = {form: [] for form in case.forms}
     for _ in range(bursts + 1):
-        for form, step in compiled.items():
+        for form, step in compiled.programs.items():
             state = jax.block_until_ready(state)
             start = time.perf_counter()
             for _ in range(_BURST):
-                state = step(state)
+                state = step.result()(state)
             jax.block_until_ready(state)
             seconds[form].append((time.perf_counter() - start) / (runs * _BURST))
     median = {form: float(np.median(times[1:])) for form, times in seconds.items()}
@@ -196,15 +239,14 @@ def measure(case: Case, bandwidth: float, rate: float, bursts: int) -> list[Row]
     return rows
 
 
-def compare(case: Case) -> dict[str, float]:
+def compare(compiled: Compiled) -> dict[str, float]:
     """Largest error of the results of each form but the baseline, as a share of the largest entry of its array."""
-    arguments = case.inputs(0)
-    wanted = [np.asarray(x, np.float64) for x in jax.tree.leaves(jax.jit(case.reference)(*arguments))]
+    arguments = compiled.case.inputs(0)
+    wanted = [np.asarray(x, np.float64) for x in jax.tree.leaves(compiled.reference.result()(*arguments))]
     errors = {}
-    for form in case.forms:
-        if form != case.baseline:
-            results = jax.jit(partial(case.run, form=form))(*arguments)[: len(wanted)]
-            errors[form] = max(_error(np.asarray(x, np.float64), y) for x, y in zip(results, wanted, strict=True))
+    for form, run in compiled.once.items():
+        results = run.result()(*arguments)[: len(wanted)]
+        errors[form] = max(_error(np.asarray(x, np.float64), y) for x, y in zip(results, wanted, strict=True))
     return errors
 
 
@@ -229,7 +271,7 @@ def program(case: Case, form: str, rounds: int) -> Callable[[Any], Any]:
                 state[i] = tuple(following)
         return state
 
-    return jax.jit(all_runs, donate_argnums=0)
+    return all_runs
 
 
 if __name__ == "__main__":

@@ -18,8 +18,10 @@ arguments, results and temporaries of the pass forward and backward. On a CPU th
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -176,11 +178,13 @@ def measure(layers: dict[str, Layer], weights: Weights, batch: Batch, turns: int
     entering_VE = weights["base"].embedding_VE
     cotangent_BSE = entering_VE[batch.token_BS][:, ::-1]
     arguments = weights, batch, cotangent_BSE
-    programs = {
-        (name, which): make(layer).lower(*arguments).compile()
-        for name, layer in layers.items()
-        for which, make in (("forward", forward_of), ("both", both_of))
-    }
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # XLA needs one core for each
+        waiting = {
+            (name, which): pool.submit(make(layer).lower(*arguments).compile)
+            for name, layer in layers.items()
+            for which, make in (("forward", forward_of), ("both", both_of))
+        }
+    programs = {key: program.result() for key, program in waiting.items()}
     seconds: dict[tuple[str, str], list[float]] = {key: [] for key in programs}
     for _ in range(turns + 1):
         for key, program in programs.items():

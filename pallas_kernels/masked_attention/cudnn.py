@@ -31,7 +31,7 @@ def refuses(
 ) -> str | None:
     """Why cuDNN cannot take these arguments, or None."""
     dtypes = {x.dtype for x in (q_BTHD, k_BSKD, v_BSKD)}
-    D = q_BTHD.shape[3]
+    lengths, D = {q_BTHD.shape[1], k_BSKD.shape[1]}, q_BTHD.shape[3]
     if expiry_BKS is not None:
         return "is dense: takes expiry_BKS=None only"
     if segment_BS is not None:
@@ -40,6 +40,8 @@ def refuses(
         return "adds no bias"
     if len(dtypes) > 1 or not dtypes <= {jnp.dtype("bfloat16"), jnp.dtype("float16")}:
         return f"takes q, k and v all in bfloat16 or all in float16, not {', '.join(sorted(map(str, dtypes)))}"
+    if any(length % 2 for length in lengths):
+        return "takes even numbers of tokens, for gradients"
     if D % 8 or D > MAX_HEAD_DIM:
         return f"takes head dimensions that are multiples of 8, up to {MAX_HEAD_DIM}, not {D}"
     if platform() != "gpu" or not _from_ampere_on():
