@@ -1,12 +1,14 @@
 """What surrounds attention: expiry from priorities, the scorer's memory, and a policy's work in a decode step."""
 
+import heapq
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+import numpy as np
 
 from kvpop_jax.cache import CachePlan, LayerCache
 from kvpop_jax.eviction import expiry_from_priority, token_layout
@@ -15,11 +17,13 @@ from kvpop_jax.policies.machinery.base import NewToken
 from kvpop_jax.scorers import MLSTMSettings, ScorerDims, mlstm_scorer
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.masked_attention import masked_attention
-from pallas_kernels.mlstm_chunkwise import gpu, mlstm_chunkwise, mlstm_initial_state
+from pallas_kernels.mlstm_chunkwise import mlstm_chunkwise
 
 Arguments = tuple[Any, ...]
 Fields = dict[str, Any]
 """The fields of `kernels.Case`, which this module does not import."""
+
+_SINKS = 4
 
 
 def cutoff_expiry_cases(real: bool) -> Iterator[Fields]:
@@ -31,48 +35,37 @@ def cutoff_expiry_cases(real: bool) -> Iterator[Fields]:
             return (jax.random.normal(jax.random.key(seed), (1, K, S)),)
 
         def run(priority_BKS: jax.Array, form: str, S: int = S, pool: int = pool) -> Arguments:
-            layout = token_layout(jnp.ones((1, S), jnp.int32), sinks=4, pool=pool)
+            layout = token_layout(jnp.ones((1, S), jnp.int32), sinks=_SINKS, pool=pool)
             expiry_BKS = expiry_from_priority(priority_BKS, layout, window)
             # The next run must wait for this one.
             return jnp.minimum(expiry_BKS, S), priority_BKS + 1e-3 * (expiry_BKS & 1)
 
         def reference(priority_BKS: jax.Array, pool: int = pool) -> jax.Array:
-            return _deleting_cache(priority_BKS[0], 4, window, pool)[None]
+            result = jax.ShapeDtypeStruct(priority_BKS.shape, jnp.int32)
+            return jax.pure_callback(partial(_deleting_cache, window=window, pool=pool), result, priority_BKS)
 
         yield dict(
             op="cutoff_expiry", shape=f"S {S}, K {K}, pool {pool}", inputs=inputs, carry={1: 0}, forms=("xla",),
-            run=run, reference=reference, bytes=2 * 4 * K * S, runs=8,
+            run=run, reference=reference, bytes=2 * 4 * K * S, runs=4,
         )  # fmt: skip
 
 
-def _deleting_cache(priority_KS: jax.Array, sinks: int, window: int, pool: int) -> jax.Array:
-    K, S = priority_KS.shape
-    head_K = jnp.arange(K)
-
-    def arrive(carry: Arguments, q: jax.Array) -> tuple[Arguments, None]:
-        token_KP, weight_KP, expiry_KS = carry
-        t = q - window
-        # Slot `pool` takes the newcomer; the weakest goes out of the way, the youngest of equals.
-        token_KP = token_KP.at[:, pool].set(t)
-        weight_KP = weight_KP.at[:, pool].set(jnp.where(t >= sinks, priority_KS[:, t], jnp.inf))
-        lowest_KP = weight_KP == weight_KP.min(-1, keepdims=True)
-        slot_K = jnp.argmax(jnp.where(lowest_KP, token_KP, -2), axis=-1)
-        victim_K = token_KP[head_K, slot_K]
-        gone_K = (victim_K >= 0) & (t >= sinks)
-        expiry_KS = expiry_KS.at[head_K, jnp.where(gone_K, victim_K, S)].set(q, mode="drop")
-        token_KP = token_KP.at[head_K, slot_K].set(token_KP[:, pool])
-        weight_KP = weight_KP.at[head_K, slot_K].set(weight_KP[:, pool])
-        return (jnp.where(t >= sinks, token_KP, carry[0]), jnp.where(t >= sinks, weight_KP, carry[1]), expiry_KS), None
-
-    # Empty slots go first.
-    start = jnp.full((K, pool + 1), -1), jnp.full((K, pool + 1), -jnp.inf), jnp.full((K, S), S)
-    return lax.scan(arrive, start, jnp.arange(window, S))[0][2]
+def _deleting_cache(priority_BKS: np.ndarray, window: int, pool: int) -> np.ndarray:
+    """When each token is deleted: of too many that have left the window, the weakest goes, the youngest of equals."""
+    expiry_BKS = np.full(priority_BKS.shape, priority_BKS.shape[-1], np.int32)
+    for expiry_S, priority_S in zip(expiry_BKS[0], np.asarray(priority_BKS[0]).tolist(), strict=True):
+        kept: list[tuple[float, int]] = []
+        for token in range(_SINKS, len(priority_S) - window):
+            heapq.heappush(kept, (priority_S[token], -token))
+            if len(kept) > pool:
+                expiry_S[-heapq.heappop(kept)[1]] = token + window
+    return expiry_BKS
 
 
 def mlstm_chunkwise_cases(real: bool) -> Iterator[Fields]:
     """Forward and backward of 8 heads of 64 x 128; and, to hold it against, dense attention of 32 heads of 128."""
     S, K, X, Y, H, D = (16_384, 8, 64, 128, 32, 128) if real else (200, 2, 8, 16, 4, 16)
-    ones_BS, initial = jnp.ones((1, S), jnp.int32), mlstm_initial_state(1, K, X, Y)
+    ones_BS = jnp.ones((1, S), jnp.int32)
 
     def inputs(seed: int) -> Arguments:
         keys = jax.random.split(jax.random.key(seed), 5)
@@ -87,11 +80,9 @@ def mlstm_chunkwise_cases(real: bool) -> Iterator[Fields]:
         # Not to be left out, and the next run waits for them.
         return h, *(x + 0 * dx for x, dx in zip(arguments, pull(h), strict=True))
 
-    arguments = *jax.eval_shape(inputs, 0), initial, ones_BS, 128
-    taken = jax.default_backend() == "gpu" and gpu.refuses(*arguments) is None
     yield dict(
         op="mlstm_chunkwise", shape=f"forward and backward, S {S}, K {K}, {X} x {Y}", inputs=inputs,
-        carry={n + 1: n for n in range(5)}, forms=("gpu", "reference") if taken else ("reference",), run=run,
+        carry={n + 1: n for n in range(5)}, forms=("reference",), run=run,
         reference=lambda q, k, v, i, f: mlstm_chunkwise(q, k, v, i, f, None, ones_BS, chunk=32, backend="reference")[0],
         bytes=2 * 4 * S * K * (2 * X + Y + 2) + 4 * S * K * Y, runs=4,
     )  # fmt: skip
@@ -122,9 +113,9 @@ def policy_step_cases(real: bool) -> Iterator[Fields]:
     """One layer's step under KVpop; and beside it its attention alone: what is left is the policy's work."""
     K, G, D, E, window = (8, 4, 128, 4096, 256) if real else (2, 4, 64, 64, 8)
     scorer = mlstm_scorer(MLSTMSettings(), ScorerDims(E, K, D))
-    policy = make("kvpop", PolicySettings(4, window, scorer))
+    policy = make("kvpop", PolicySettings(_SINKS, window, scorer))
     for B, C in ((1, 4096), (32, 4096)) if real else ((2, 64),):
-        plan = CachePlan(C, 4, window, C - 4 - window, 0, 0)
+        plan = CachePlan(C, _SINKS, window, C - _SINKS - window, 0, 0)
 
         def inputs(seed: int, B: int = B, C: int = C) -> Arguments:
             keys = jax.random.split(jax.random.key(seed), 8)
@@ -133,7 +124,7 @@ def policy_step_cases(real: bool) -> Iterator[Fields]:
                 jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys[:6], shapes, strict=True)
             )
             position_BKC = jnp.tile(jnp.arange(C), (B, K, 1))
-            window_BKC = (position_BKC < 4) | (position_BKC >= C - window)
+            window_BKC = (position_BKC < _SINKS) | (position_BKC >= C - window)
             priority_BKC = jnp.where(window_BKC, jnp.inf, jax.random.normal(keys[6], (B, K, C)))
             # Slots are positions here; the ring names that of position p at p mod w.
             ring_BKW = jnp.tile(C - window + (jnp.arange(window) - C) % window, (B, K, 1))
@@ -144,7 +135,9 @@ def policy_step_cases(real: bool) -> Iterator[Fields]:
             q_BHD, cache, k_BKD, v_BKD, hidden_BE, position_B, params = arguments
             unused_B = jnp.zeros_like(position_B)
             rotation_D2 = jnp.zeros(D // 2)
-            new = NewToken(unused_B, position_B, unused_B + 4, unused_B, hidden_BE, q_BHD, k_BKD, v_BKD, 0, rotation_D2)
+            new = NewToken(
+                unused_B, position_B, unused_B + _SINKS, unused_B, hidden_BE, q_BHD, k_BKD, v_BKD, 0, rotation_D2
+            )
             o_BHD, cache = policy.step(params, cache, new, plan)
             return o_BHD, cache, position_B + 1
 

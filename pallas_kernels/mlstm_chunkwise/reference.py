@@ -23,14 +23,15 @@ from pallas_kernels.mlstm_chunkwise.state import MLSTMState
 from pallas_kernels.scans import running_max
 
 EPSILON = 1e-6
+# Accelerators would round the factors; scores are ranked.
+_einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
-def mlstm_chunkwise(q_BSKX, k_BSKX, v_BSKY, i_BSK, f_BSK, state, segment_BS, chunk, precision=lax.Precision.HIGHEST):
-    """See `api.mlstm_chunkwise`; products are in that precision."""
+def mlstm_chunkwise(q_BSKX, k_BSKX, v_BSKY, i_BSK, f_BSK, state, segment_BS, chunk):
+    """See `api.mlstm_chunkwise`."""
     dtype = jnp.promote_types(q_BSKX.dtype, jnp.float32)
     B, S, K, Y = v_BSKY.shape
     L = max(1, min(chunk, S))
-    einsum = partial(jnp.einsum, precision=precision)
 
     def split(array):
         """[B, S, ...] to [chunks, B, L, ...], filled up with zeros, which is padding where segments are concerned."""
@@ -49,15 +50,15 @@ def mlstm_chunkwise(q_BSKX, k_BSKX, v_BSKY, i_BSK, f_BSK, state, segment_BS, chu
     run_mB = jnp.concatenate([jnp.zeros_like(last_run_nB[:1]), last_run_nB])
     entering_run_nB = run_mB[:-1]
 
-    writes = jax.vmap(partial(_chunk_writes, einsum))
+    writes = jax.vmap(_chunk_writes)
     writes_n = writes(k_nBKLX, v_nBKLY, i_nBKL, b_nBKL, real_nBL, run_nBL, last_run_nB)
     first = MLSTMState(*(x.astype(dtype) for x in (state.c_BKXY, state.n_BKX, lax.stop_gradient(state.m_BK))))
     sources_m = jax.tree.map(lambda x, y_n: jnp.concatenate([x[None], y_n]), first, writes_n)
-    states_m = _chunk_states(einsum, sources_m, b_nBKL[..., -1], run_mB)
+    states_m = _chunk_states(sources_m, b_nBKL[..., -1], run_mB)
     entering_n, final = jax.tree.map(lambda x: x[:-1], states_m), jax.tree.map(lambda x: x[-1], states_m)
 
     # The S x L arrays are made again for the gradient; sums and norms are small, and kept.
-    reads = jax.checkpoint(jax.vmap(partial(_chunk_reads, einsum)))
+    reads = jax.checkpoint(jax.vmap(_chunk_reads))
     sum_nBKLY, norm_nBKL = reads(
         entering_n, q_nBKLX, k_nBKLX, v_nBKLY, i_nBKL, b_nBKL, real_nBL, run_nBL, entering_run_nB
     )
@@ -78,8 +79,7 @@ def mlstm_step(state, q_BKX, k_BKX, v_BKY, i_BK, f_BK):
     n_BKX = forget_BK1 * state.n_BKX.astype(dtype) + write_BKX
     written_BKXY = write_BKX[..., None] * v_BKY.astype(dtype)[:, :, None]
     c_BKXY = forget_BK1[..., None] * state.c_BKXY.astype(dtype) + written_BKXY
-    # Accelerators would round the factors; scores are ranked.
-    sum_BKY = jnp.einsum("BKX,BKXY->BKY", q_BKX, c_BKXY, precision=lax.Precision.HIGHEST)
+    sum_BKY = _einsum("BKX,BKXY->BKY", q_BKX, c_BKXY)
     norm_BK = jnp.sum(q_BKX * n_BKX, axis=-1)
     h_BKY = sum_BKY / (_bounded(norm_BK, m_BK) + EPSILON)[..., None]
     return MLSTMState(c_BKXY, n_BKX, m_BK), h_BKY.astype(v_BKY.dtype)
@@ -96,16 +96,16 @@ def segment_runs(segment_BS):
     return jnp.cumsum(starts_BS, axis=1)
 
 
-def _chunk_writes(einsum, k_BKLX, v_BKLY, i_BKL, b_BKL, real_BL, run_BL, last_run_B):
+def _chunk_writes(k_BKLX, v_BKLY, i_BKL, b_BKL, real_BL, run_BL, last_run_B):
     """What the last segment of a chunk adds to the memory at the chunk's end, in units of exp(m), and that m."""
     in_last_BL = real_BL & (run_BL == last_run_B[:, None])
     a_BKL = jnp.where(in_last_BL[:, None], b_BKL[..., -1:] - b_BKL + i_BKL, -jnp.inf)
     m_BK = _stabiliser(jnp.max(a_BKL, axis=-1))
     weighted_BKLX = jnp.exp(a_BKL - m_BK[..., None])[..., None] * k_BKLX
-    return MLSTMState(einsum("BKLX,BKLY->BKXY", weighted_BKLX, v_BKLY), weighted_BKLX.sum(axis=2), m_BK)
+    return MLSTMState(_einsum("BKLX,BKLY->BKXY", weighted_BKLX, v_BKLY), weighted_BKLX.sum(axis=2), m_BK)
 
 
-def _chunk_states(einsum, sources_m, total_forget_nBK, run_mB):
+def _chunk_states(sources_m, total_forget_nBK, run_mB):
     """The memory at every edge between chunks, m = n + 1 of them, from what each edge adds: the first the state that
     the row begins with, every other what the chunk before it writes.
 
@@ -119,11 +119,11 @@ def _chunk_states(einsum, sources_m, total_forget_nBK, run_mB):
     weight_mmBK = jnp.where(there_mmB[..., None], between_mmBK + sources_m.m_BK[:, None], -jnp.inf)
     edge_mBK = _stabiliser(jnp.max(weight_mmBK, axis=0))
     share_mmBK = jnp.exp(weight_mmBK - edge_mBK)
-    c_mBKXY = einsum("smBK,sBKXY->mBKXY", share_mmBK, sources_m.c_BKXY)
-    return MLSTMState(c_mBKXY, einsum("smBK,sBKX->mBKX", share_mmBK, sources_m.n_BKX), edge_mBK)
+    c_mBKXY = _einsum("smBK,sBKXY->mBKXY", share_mmBK, sources_m.c_BKXY)
+    return MLSTMState(c_mBKXY, _einsum("smBK,sBKX->mBKX", share_mmBK, sources_m.n_BKX), edge_mBK)
 
 
-def _chunk_reads(einsum, entering, q_BKLX, k_BKLX, v_BKLY, i_BKL, b_BKL, real_BL, run_BL, entering_run_B):
+def _chunk_reads(entering, q_BKLX, k_BKLX, v_BKLY, i_BKL, b_BKL, real_BL, run_BL, entering_run_B):
     """What every position of a chunk reads, given the state that entered it, and what that is to be divided by."""
     L = run_BL.shape[1]
     from_memory_BL = real_BL & (run_BL == entering_run_B[:, None])
@@ -139,10 +139,10 @@ def _chunk_reads(einsum, entering, q_BKLX, k_BKLX, v_BKLY, i_BKL, b_BKL, real_BL
     token_weight_BKLL = jnp.where(within_BLL[:, None], token_weight_BKLL, -jnp.inf)
     m_BKL = _stabiliser(memory_weight_BKL, jnp.max(token_weight_BKLL, axis=-1))
 
-    scores_BKLL = einsum("BKLX,BKMX->BKLM", q_BKLX, k_BKLX) * jnp.exp(token_weight_BKLL - m_BKL[..., None])
+    scores_BKLL = _einsum("BKLX,BKMX->BKLM", q_BKLX, k_BKLX) * jnp.exp(token_weight_BKLL - m_BKL[..., None])
     weighted_BKLX = q_BKLX * jnp.exp(memory_weight_BKL - m_BKL)[..., None]
-    sum_BKLY = einsum("BKLX,BKXY->BKLY", weighted_BKLX, entering.c_BKXY)
-    sum_BKLY = sum_BKLY + einsum("BKLM,BKMY->BKLY", scores_BKLL, v_BKLY)
+    sum_BKLY = _einsum("BKLX,BKXY->BKLY", weighted_BKLX, entering.c_BKXY)
+    sum_BKLY = sum_BKLY + _einsum("BKLM,BKMY->BKLY", scores_BKLL, v_BKLY)
     norm_BKL = jnp.sum(scores_BKLL, axis=-1) + jnp.sum(weighted_BKLX * entering.n_BKX[:, :, None], axis=-1)
     return sum_BKLY, _bounded(norm_BKL, m_BKL)
 

@@ -123,7 +123,7 @@ def _with_gradients(form, inputs, layout_BS, weights):
         h, state = form(*inputs, layout_BS)
         unit_BK = jnp.exp(jax.lax.stop_gradient(state.m_BK))
         memory = (h, state.c_BKXY * unit_BK[..., None, None], state.n_BKX * unit_BK[..., None])
-        scales = jax.tree.map(lambda a: jax.lax.stop_gradient(jnp.max(jnp.abs(a), initial=1.0)), memory)
+        scales = jax.tree.map(lambda a: jax.lax.stop_gradient(_power_of_two(a)), memory)
         terms = jax.tree.map(lambda w, a, scale: jnp.sum(w * (a / scale)), weights, memory, scales)
         return sum(terms).astype(unit_BK.dtype), (h, state)
 
@@ -131,11 +131,23 @@ def _with_gradients(form, inputs, layout_BS, weights):
     return outputs, gradients
 
 
+def _power_of_two(array):
+    """The next one above the array's largest magnitude, 1 at least."""
+    return jnp.exp2(jnp.ceil(jnp.log2(jnp.max(jnp.abs(array), initial=1.0).astype(jnp.float32)))).astype(array.dtype)
+
+
 def with_gradients(form, inputs, layout_BS):
-    """Read-outs, final state, and the gradients of a random functional of both (of `m` only as the unit it is)."""
+    """Read-outs, final state, and the gradients of a random functional of both (of `m` only as the unit it is).
+
+    What the functional hands to the gradient is a bfloat16 number divided by a power of two, so it is the same number
+    in every dtype: read-outs nearly cancel in gradients, and would make much of a rounding here.
+    """
     rng = np.random.default_rng(0)
     state = inputs[-1]
-    weights = tuple(rng.normal(size=a.shape).astype(a.dtype) for a in (inputs[2], state.c_BKXY, state.n_BKX))
+    weights = tuple(
+        jnp.asarray(rng.normal(size=a.shape), jnp.bfloat16).astype(a.dtype)
+        for a in (inputs[2], state.c_BKXY, state.n_BKX)
+    )
     return _with_gradients(form, inputs, jnp.asarray(layout_BS), weights)
 
 
@@ -172,7 +184,7 @@ class MLSTMChunkwiseSuite:
 
     backend: str
     float32_bound = 1e-5
-    bfloat16_bound = 1e-2
+    bfloat16_bound = 5e-3  # results are rounded to bfloat16, by up to 2**-8
 
     def form(self, chunk: int = 16):
         return chunkwise_form(self.backend, chunk)
