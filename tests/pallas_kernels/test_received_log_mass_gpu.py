@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from oracles import largest_intermediate
-from received_log_mass_suite import CASES, ReceivedLogMassSuite, random_inputs
+from received_log_mass_suite import CASES, Case, ReceivedLogMassSuite, random_inputs
 
 from pallas_kernels.backend import BackendError
 from pallas_kernels.received_log_mass import received_log_mass
@@ -15,8 +15,10 @@ from pallas_kernels.received_log_mass import received_log_mass
 _OLD_JAX = jax.__version_info__ < (0, 11, 2)
 needs_mosaic_gpu = pytest.mark.skipif(_OLD_JAX, reason="Pallas Mosaic GPU kernels need JAX 0.11.2 or newer")
 
+# The first 256 keys meet tiles of 128 queries that are masked, one that counts whole and one with a document's end.
+LONG = {"whole_tiles_between_masked_ones": Case(((600, 168),), 768, delay=100)}
 # The others are one of these with more heads: interpreting a thread block takes a quarter of a second.
-INTERPRETED = {name: CASES[name] for name in ("seven_tokens_group_3", "one_past_a_block_some_queries")}
+INTERPRETED = {name: CASES[name] for name in ("seven_tokens_group_3", "one_past_a_block_some_queries")} | LONG
 
 
 @pytest.fixture(scope="class")
@@ -58,6 +60,10 @@ class TestOnAGPU(ReceivedLogMassSuite):
     dtype = "bfloat16"
     tolerance = 2**-18  # as interpreted
     test_nothing_of_the_size_of_the_attention_map_is_made = None  # of the lowered program, below: in bfloat16
+
+    @pytest.mark.parametrize("case", (CASES | LONG).values(), ids=CASES | LONG)
+    def test_it_is_the_log_of_the_summed_probabilities(self, case, float64):
+        super().test_it_is_the_log_of_the_summed_probabilities(case, float64)
 
 
 @pytest.mark.gpu_interpret
