@@ -19,11 +19,6 @@ def _always(*_: Any) -> bool:
     return True
 
 
-def untimed(*_: Any) -> bool:
-    """Of a back end that no device of its platform has run yet: it may be asked for, and "auto" leaves it alone."""
-    return False
-
-
 @dataclass(frozen=True)
 class Backend:
     """One form of an operation.

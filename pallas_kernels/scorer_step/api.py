@@ -2,7 +2,7 @@
 
 from jaxtyping import Array, Float
 
-from pallas_kernels.backend import Backend, select_backend, untimed
+from pallas_kernels.backend import Backend, select_backend
 from pallas_kernels.meshes import per_shard
 from pallas_kernels.mlstm_chunkwise.state import MLSTMState
 from pallas_kernels.scorer_step import gpu, reference
@@ -11,7 +11,7 @@ from pallas_kernels.scorer_step.weights import ScorerWeights, unit_rms
 __all__ = ["ScorerWeights", "scorer_step", "unit_rms"]
 
 _BACKENDS = {
-    "gpu": Backend(gpu.scorer_step, "gpu", gpu.refuses, untimed),
+    "gpu": Backend(gpu.scorer_step, "gpu", gpu.refuses, gpu.pays),
     "reference": Backend(reference.scorer_step),
 }
 _SHARDS = ScorerWeights("KIX", "KIX", "KIY", "E2K", "2K", "KY")  # type: ignore[arg-type]

@@ -47,6 +47,11 @@ def refuses(weights, state, hidden_BE, k_BKD, v_BKD, leaving_k_BKD, leaving_v_BK
     return None
 
 
+def pays(weights, state, hidden_BE, k_BKD, v_BKD, leaving_k_BKD, leaving_v_BKD, soft_cap) -> bool:
+    """Whether "auto" is to prefer it: for few rows, where launches are most of the time. At 32 XLA is as fast."""
+    return hidden_BE.shape[0] <= _ROWS
+
+
 @partial(jax.jit, static_argnums=7)  # lowering takes seconds: once for all layers of a model, not once for each
 def scorer_step(weights, state, hidden_BE, k_BKD, v_BKD, leaving_k_BKD, leaving_v_BKD, soft_cap):
     """See `api.scorer_step`."""
