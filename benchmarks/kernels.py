@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from bandwidth import copy_bandwidth, matmul_rate
 from cases import attention, rest
+from profiler import kernel_times
 
 from kvpop_jax import cli
 from pallas_kernels.decode_attention import decode_attention, gpu
@@ -151,6 +152,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--ops", default=",".join(CASES), help="comma-separated")
     parser.add_argument("--shapes", default="", help="only shapes whose name contains this, as in 'B 1, C 4096'")
     parser.add_argument("--bursts", type=int, default=9, help="timed for each form, after one to warm up")
+    parser.add_argument("--profile", action="store_true", help="list what each form runs on a GPU, kernel by kernel")
     parser.add_argument("--output", type=Path, help="JSON file to write as well")
     options = parser.parse_args(argv)
     real = jax.default_backend() != "cpu"
@@ -171,6 +173,8 @@ def main(argv: Sequence[str]) -> int:
         for row in measure(compiled, bandwidth, rate, options.bursts):
             print(row, flush=True)
             rows.append(row)
+        if options.profile:
+            profile(compiled)
     if options.output is not None:
         about = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "copy_bytes_per_s": bandwidth}
         about |= {"matmul_flops_per_s": rate}
@@ -237,6 +241,14 @@ def measure(compiled: Compiled, bandwidth: float, rate: float, bursts: int) -> l
             )
         )
     return rows
+
+
+def profile(compiled: Compiled) -> None:
+    """Prints the kernels of every form, per run."""
+    for form, step in compiled.programs.items():
+        state = step.result()([compiled.case.inputs(seed) for seed in range(compiled.sets)])
+        lines = kernel_times(partial(step.result(), jax.block_until_ready(state)), compiled.runs)
+        print(f"{form}:", *lines, sep="\n    ", flush=True)
 
 
 def compare(compiled: Compiled) -> dict[str, float]:
