@@ -4,7 +4,7 @@ from functools import partial
 
 import masked_attention_suite
 import pytest
-from masked_attention_suite import MaskedAttentionSuite
+from masked_attention_suite import CASES, MaskedAttentionSuite, assert_run_matches_the_dense_form, random_inputs
 
 from pallas_kernels.masked_attention import masked_attention, tpu
 
@@ -32,3 +32,8 @@ class TestCompactedForm(MaskedAttentionSuite):
     backend = "tpu"
     dtype = "float32"
     tolerance = 2e-6
+
+    @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+    def test_output_and_gradients_match_the_dense_form(self, case, float64):
+        """With both cotangents in one run; the plain form of the same kernels takes them apart."""
+        assert_run_matches_the_dense_form("tpu", random_inputs(case, self.dtype), self.tolerance)

@@ -6,9 +6,8 @@ A compacted row runs the kernels of one chunk, whatever its length, so a budget 
 import jax
 import jax.numpy as jnp
 import pytest
-from tpu_compilation import TOPOLOGIES, compile_for
+from tpu_compilation import compile_for
 
-from pallas_kernels import masked_attention
 from pallas_kernels.masked_attention.tpu_backward import attend_dkv, attend_dq
 from pallas_kernels.masked_attention.tpu_blocks import blocks_for, chosen_chunk
 from pallas_kernels.masked_attention.tpu_forward import attend
@@ -19,37 +18,22 @@ H, K = 32, 8
 MASKED_ATTENTION = {"masked_attention_forward", "masked_attention_dq", "masked_attention_dkv"}
 
 
-@pytest.mark.parametrize("chip", TOPOLOGIES)
-@pytest.mark.parametrize(("length", "budget"), [(131072, 4096), (16384, 2048)])
+@pytest.mark.parametrize(
+    ("chip", "length", "budget"),
+    [("v5e", 131072, 4096), ("v5p", 16384, 2048), ("v6e", 131072, 4096), ("tpu7x", 16384, 2048)],
+)
 def test_masked_attention_of_a_chunk_fits_in_vmem(chip, length, budget):
+    """Every chip and both budgets, but not each with each: blocks are the same on all chips."""
     _compile_kernels(chip, chosen_chunk(length, budget, H // K, K, 128, 2), budget)
 
 
-@pytest.mark.parametrize("chip", ["v5e", "tpu7x"])
-def test_masked_attention_of_a_plain_row_fits_in_vmem(chip):
-    _compile_kernels(chip, 131072, 0)
+def test_masked_attention_of_a_plain_row_fits_in_vmem():
+    _compile_kernels("tpu7x", 131072, 0)
 
 
 @pytest.mark.parametrize(("kv_heads", "head_dim"), [(8, 64), (8, 256), (2, 128)])
 def test_masked_attention_fits_in_vmem_at_other_sizes_of_heads(kv_heads, head_dim):
     _compile_kernels("v5e", 1024, 4096, kv_heads, head_dim)
-
-
-def test_a_whole_sparse_pass_and_its_gradient_hold_nothing_of_the_size_of_the_map():
-    S, D = 131072, 128
-
-    def loss(q_BTHD, k_BSKD, v_BSKD, expiry_BKS, segment_BS):
-        o_BTHD, lse_BHT = masked_attention(q_BTHD, k_BSKD, v_BSKD, expiry_BKS, segment_BS, capacity=4096)
-        return o_BTHD.astype(jnp.float32).sum() + lse_BHT.sum()
-
-    qkv = [_shape(1, S, heads, D, dtype="bfloat16") for heads in (H, K, K)]
-    compiled = compile_for(
-        "v5p", jax.value_and_grad(loss, (0, 1, 2)), *qkv, _shape(1, K, S, dtype="int32"),
-        _shape(1, S, dtype="int32"),
-    )  # fmt: skip
-    assert {name.strip("_") for name in compiled.vmem} == MASKED_ATTENTION
-    assert compiled.largest_array <= S * H * D, "nothing is larger than q"
-    print(f"\n{S} tokens: {compiled.temporary / 2**30:.2f} GiB of temporaries, q is {S * H * D / 2**29:.2f} GiB")
 
 
 def _compile_kernels(chip, rows, old, kv_heads=K, head_dim=128):

@@ -13,7 +13,7 @@ from mlstm_chunkwise_suite import (
     truth,
     with_gradients,
 )
-from tpu_compilation import TOPOLOGIES, compile_for
+from tpu_compilation import compile_for
 
 from pallas_kernels.backend import BackendError
 from pallas_kernels.mlstm_chunkwise import mlstm_chunkwise, tpu
@@ -50,10 +50,18 @@ COMPILED = {  # batch, length, KV heads, key and value dimension, dtype
 
 
 @pytest.mark.tpu_compile
-@pytest.mark.parametrize("case", COMPILED)
-@pytest.mark.parametrize("chip", TOPOLOGIES)
+@pytest.mark.parametrize(
+    ("chip", "case"),
+    [
+        ("v5e", "head_dim_128"), ("v5p", "head_dim_128_long"), ("v6e", "head_dim_128_long"), ("tpu7x", "head_dim_128"),
+        ("v5e", "head_dim_64"), ("tpu7x", "head_dim_256"),
+    ],
+)  # fmt: skip
 def test_both_kernels_compile_and_stay_small(chip, case, libtpu):
-    """The kernels alone, between log weights and their gradients: XLA takes seconds over the sums in those."""
+    """The kernels alone, between log weights and their gradients: XLA takes seconds over the sums in those.
+
+    Every chip and every case, but not each with each: lengths and chips change nothing of what is in VMEM.
+    """
     B, S, K, X, Y, dtype = COMPILED[case]
     R, n = B * K, S // 128
     reads, values = jax.ShapeDtypeStruct((R, S, X), dtype), jax.ShapeDtypeStruct((R, S, Y), dtype)

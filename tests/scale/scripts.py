@@ -10,9 +10,10 @@ ROOT = Path(__file__).parents[2]
 
 def start(arguments, log, devices=1):
     """A process of the repository's own scripts, with so many CPU devices; it writes to `log`."""
-    flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "PYTHONPATH": str(ROOT)}
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
+    environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
-        [sys.executable, *arguments], cwd=ROOT, env=os.environ | flags, stdout=log.open("ab"), stderr=subprocess.STDOUT
+        [sys.executable, *arguments], cwd=ROOT, env=environment, stdout=log.open("ab"), stderr=subprocess.STDOUT
     )
 
 

@@ -25,10 +25,10 @@ TINY_MATH = Path(__file__).parents[2] / "assets" / "qwen3-tiny-math"
 
 
 def save_base(folder: Path) -> None:
-    """A random model of two layers and two KV heads, with the tokenizer of the small model."""
+    """A random model of one layer and two KV heads, with the tokenizer of the small model."""
     tokenizer = load_tokenizer(TINY_MATH)
     config = ModelConfig(
-        family="qwen3", vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_layers=2, num_heads=4,
+        family="qwen3", vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_layers=1, num_heads=4,
         num_kv_heads=2, head_dim=8, rms_norm_eps=1e-6, rope_theta=1e4, rope_scaling=None, tie_embeddings=False,
         qk_norm=True, max_position=2048, bos_token_id=None, eos_token_ids=(tokenizer.eos_token_id,), pad_token_id=0,
     )  # fmt: skip
