@@ -124,7 +124,7 @@ def main(argv: Sequence[str]) -> int:
     names = policies.names() if options.policies == "all" else options.policies.split(",")
     for name in names:
         policies.check(name)
-    params = jax.jit(partial(init_params, config, dtype=dtype))(jax.random.key(0))
+    params = init_params(config, jax.random.key(0), dtype)
     bandwidth = copy_bandwidth()
     print(f"{jax.devices()[0].device_kind}, {options.shape}, {dtype.name}; copy {bandwidth / 1e9:.0f} GB/s", flush=True)
     rows = []

@@ -201,17 +201,22 @@ def init_params(config: ModelConfig, key: Array, dtype: jnp.dtype) -> DecoderPar
     """Random weights: normal with deviation 0.02, the two projections that write to the residual stream scaled by
     1 / sqrt(2 N) so that its variance does not grow with depth (GPT-2); norms are 1.
 
+    Compiled for one layer and called for each: an outer `jit` would compile all of them, minutes on a GPU.
+
     Args:
         key: a JAX random key; each layer's weights depend on the key and the layer's index only.
     """
     embedding_key, head_key, layers_key = jax.random.split(key, 3)
     layers = [_init_layer(config, jax.random.fold_in(layers_key, n), dtype) for n in range(config.num_layers)]
     embedding_VE = _normal(embedding_key, (config.vocab_size, config.hidden_size), 0.02, dtype)
-    head_EV = _normal(head_key, (config.hidden_size, config.vocab_size), 0.02, dtype)
     final_norm_E = jnp.ones(config.hidden_size, dtype)
-    return DecoderParams(embedding_VE, layers, final_norm_E, None if config.tie_embeddings else head_EV)
+    if config.tie_embeddings:
+        return DecoderParams(embedding_VE, layers, final_norm_E, None)
+    head_EV = _normal(head_key, (config.hidden_size, config.vocab_size), 0.02, dtype)
+    return DecoderParams(embedding_VE, layers, final_norm_E, head_EV)
 
 
+@partial(jax.jit, static_argnums=(0, 2))
 def _init_layer(config: ModelConfig, key: Array, dtype: jnp.dtype) -> LayerParams:
     E, F = config.hidden_size, config.intermediate_size
     K, D = config.num_kv_heads, config.head_dim
@@ -233,5 +238,6 @@ def _init_layer(config: ModelConfig, key: Array, dtype: jnp.dtype) -> LayerParam
     )
 
 
+@partial(jax.jit, static_argnums=(1, 2, 3))
 def _normal(key: Array, shape: tuple[int, int], deviation: float, dtype: jnp.dtype) -> Float[Array, "..."]:
     return (deviation * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
