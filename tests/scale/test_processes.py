@@ -63,3 +63,17 @@ def test_two_processes_go_on_after_one_was_killed(tmp_path):
     assert sorted(path.name for path in results.glob("rollouts*.jsonl")) == ["rollouts-1.jsonl", "rollouts.jsonl"]
     content = json.loads((results / "results.json").read_text())
     assert content["complete"] and [row["n"] for row in content["rows"] if not row["group"]] == [2]
+
+
+def test_a_signal_to_one_of_two_processes_stops_both_after_the_same_step(tmp_path):
+    save_base(tmp_path / "base")
+    endless = stateless(tmp_path / "base", tmp_path / "pair", steps=100_000, freeze_base=True)
+    pair, logs = _pair(endless, tmp_path / "pair", _free_port())
+    _wait_for(tmp_path / "pair" / "run" / "checkpoints" / "2", pair[0], logs[0])
+    pair[1].send_signal(signal.SIGTERM)
+    finish(pair, logs)
+    for log in logs:
+        assert "stopped by SIGTERM; the same command resumes" in log.read_text()
+    last = losses(tmp_path / "pair")[-1][0]
+    saved = [int(path.name) for path in (tmp_path / "pair" / "run" / "checkpoints").iterdir() if path.name.isdigit()]
+    assert max(saved) == last < 100_000 and not (tmp_path / "pair" / "run" / "export").exists()
