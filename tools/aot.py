@@ -45,7 +45,7 @@ from kvpop_jax.training import distill
 from kvpop_jax.training.data import Batch
 from kvpop_jax.training.scan import stack_layers
 from kvpop_jax.training.setup import make_optimizers
-from kvpop_jax.training.setup_distill import make_student, scorer_settings
+from kvpop_jax.training.setup_distill import configured_student, scorer_settings
 from kvpop_jax.training.step import init_state, make_step
 
 SIZES = Path(__file__).parent / "model_sizes"
@@ -82,7 +82,7 @@ def main(argv: list[str]) -> int:
         lower, shapes = program(config, model, mesh, options)
         traced = lower.trace(*shapes)
         flops = count_flops(traced.jaxpr) / len(devices)
-        start = time.monotonic()
+        start = time.monotonic(), time.process_time()
         try:
             compiled = traced.lower().compile()
         except jax.errors.JaxRuntimeError as error:
@@ -92,7 +92,8 @@ def main(argv: list[str]) -> int:
             needs = f"needs {used[1]} of {used[2]}" if used else str(error).splitlines()[0]
             print(f"{options.program} on {options.topology}: does not fit; {needs}")
             return 1
-    return report(options, mesh, chip, compiled, flops, time.monotonic() - start)
+    seconds = time.monotonic() - start[0], time.process_time() - start[1]
+    return report(options, mesh, chip, compiled, flops, seconds)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -129,10 +130,8 @@ def train_program(config: TrainConfig, model: ModelConfig, mesh: Any, options: a
     """The step that `train.py` runs: all weights and the scorer, the dense teacher beside them."""
     rows, length, dtype = options.batch or config.batch_size, options.length or config.seq_len, jnp.dtype(jnp.bfloat16)
     sharding.check(model, mesh, rows // options.accumulate)
-    settings = scorer_settings(config)
-    scorer = None if settings is None else make_scorer(settings, dims_of(model))
-    policy = policies.make(config.policy.name, PolicySettings(config.policy.sinks, config.policy.window, scorer))
-    plan = policy.plan(config.policy.budgets[0], model, entry_bytes(model.head_dim, dtype))
+    student, plans = configured_student(config, model, dtype)
+    scorer = student.scorer
     optimizers = make_optimizers(config, ("base",) if scorer is None else ("base", "scorer"))
 
     def state():
@@ -147,11 +146,10 @@ def train_program(config: TrainConfig, model: ModelConfig, mesh: Any, options: a
     integers, flags = (jax.ShapeDtypeStruct((rows, length), kind) for kind in (jnp.int32, jnp.bool))
     batch = Batch(integers, integers, integers, flags, flags)
     shapes = tuple(sharding.placed(tree, mesh) for tree in (jax.eval_shape(state), jax.eval_shape(frozen), batch))
-    student = replace(make_student(config, policy, scorer), capacity=plan.capacity)
     step = make_step(
         distill.distill(model, student, dtype, remat=config.remat),
         optimizers,
-        pools=(plan.pool,),
+        pools=tuple(plan.pool for plan in plans.values()),
         seed=config.seed,
         accumulate=options.accumulate,
         state_shardings=jax.tree.map(lambda leaf: leaf.sharding, shapes[0]),
@@ -236,7 +234,9 @@ def count_flops(jaxpr: Any) -> float:
     return total
 
 
-def report(options: argparse.Namespace, mesh: Any, chip: Chip, compiled: Any, flops: float, seconds: float) -> int:
+def report(
+    options: argparse.Namespace, mesh: Any, chip: Chip, compiled: Any, flops: float, seconds: tuple[float, float]
+) -> int:
     """Prints what the compiler says; 0 if it fits."""
     memory, GiB = compiled.memory_analysis(), 2**30
     arguments, results = memory.argument_size_in_bytes, memory.output_size_in_bytes
@@ -245,7 +245,8 @@ def report(options: argparse.Namespace, mesh: Any, chip: Chip, compiled: Any, fl
     traffic = arguments + results + 2 * temporaries
     compute, reading = flops / chip.flops, traffic / chip.bandwidth
     sizes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
-    print(f"{options.program} on {options.topology} ({sizes}), compiled in {seconds:.0f} s; per device:")
+    print(f"{options.program} on {options.topology} ({sizes}), compiled in {seconds[0]:.0f} s", end="")
+    print(f" ({seconds[1]:.0f} s of one core); per device:")
     print(f"  HBM        {peak / GiB:.2f} of {chip.hbm / GiB:.0f} GiB")
     print(f"             arguments {arguments / GiB:.2f}, temporaries {temporaries / GiB:.2f}", end="")
     print(f", results {results / GiB:.2f} of which aliased {aliased / GiB:.2f}")

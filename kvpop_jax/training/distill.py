@@ -5,10 +5,10 @@ from functools import partial
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvpop_jax.models import DecoderParams, ModelConfig, unembed
+from kvpop_jax.models import DecoderParams, ModelConfig
 from kvpop_jax.training import losses
 from kvpop_jax.training.data import Batch
-from kvpop_jax.training.objectives import cast, dense_hidden
+from kvpop_jax.training.objectives import cast, dense_hidden, whole_unembed
 from kvpop_jax.training.step import Groups, Measure, Metrics, Objective
 from kvpop_jax.training.student import Student, student_hidden
 
@@ -60,9 +60,9 @@ def _distance(config, student, params, hidden_BSE, teacher, batch):
     """KL to the dense model, and the share of tokens on which both agree."""
     return losses.kl_to_teacher(
         hidden_BSE,
-        partial(unembed, config, params),
+        whole_unembed(config, params),
         dense_hidden(config, teacher, batch),
-        partial(unembed, config, teacher),
+        whole_unembed(config, teacher),
         losses.predicts(batch.segment_BS, batch.loss_BS),
         config.vocab_size,
         top_k=student.losses.top_k_logits,

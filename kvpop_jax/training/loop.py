@@ -29,6 +29,7 @@ from kvpop_jax.training.metrics import Recorder, check_finite, open_recorder
 from kvpop_jax.training.rollout import write_rollouts
 from kvpop_jax.training.setup import Setup, prepare_pretrain
 from kvpop_jax.training.setup_distill import prepare_distill
+from kvpop_jax.training.stacked import Stacked, map_parts
 from kvpop_jax.training.step import TrainState, init_state, make_measure, make_step, part_names
 
 PREPARE = {"pretrain": prepare_pretrain, "distill": prepare_distill}
@@ -84,6 +85,7 @@ def train_and_export(config: TrainConfig, folder: Path) -> int:
         with contextlib.closing(setup.data):
             # Placed explicitly, as a restored state is: the step is then compiled the same for both.
             state = sharding.make_on(mesh, partial(init_state, optimizers=setup.optimizers), setup.weights)
+            map_parts(_delete_list, setup.weights)  # stacked in the state, and not needed twice
             state, start = checkpoint.resume(folder / "checkpoints", state, setup.data)
             if start:
                 print(f"resuming {folder} at step {start}", flush=True)
@@ -91,7 +93,7 @@ def train_and_export(config: TrainConfig, folder: Path) -> int:
                 state, stopped = _train(config, setup, state, start, folder, saved, StopRequest(caught, mesh))
         if stopped:
             return stopped
-        weights = sharding.on_host(state.weights, keep=is_first())
+        weights = map_parts(_fetch, state.weights)
     if is_first():
         # The folder gets its name when everything in it is complete: that is how a finished run is known.
         scratch = folder / "export.partial"
@@ -102,6 +104,19 @@ def train_and_export(config: TrainConfig, folder: Path) -> int:
         print(f"exported to {folder / 'export'}", flush=True)
     wait_for_all("exported")
     return 0
+
+
+def _delete_list(part: Any) -> None:
+    """Frees what was stacked; leaves outside of lists belong to the state now, and the step takes them over."""
+    if isinstance(part, list):
+        jax.tree.map(lambda leaf: leaf.delete(), part)
+
+
+def _fetch(part: Any) -> Any:
+    """Weights in this process's memory, layers as a list, one after the other: devices need not hold all of them."""
+    if isinstance(part, Stacked):
+        return [_fetch(layer) for layer in part]
+    return sharding.on_host(part, keep=is_first())
 
 
 @dataclass

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from kvpop_jax.sharding import rows_per_shard
+from kvpop_jax.sharding import constrain, rows_per_shard
 from pallas_kernels.residuals import SAVE_RESIDUALS, saved
 
 _LOGITS_AT_ONCE = 2**27
@@ -115,6 +115,12 @@ def _mean_over_chunks(
 
     weight = weight_BS.astype(jnp.float32)
     part_sums = jax.checkpoint(chunk_sums, policy=SAVE_RESIDUALS)
-    parts = lax.map(lambda chunk: part_sums(*chunk), (*map(chunked, arrays), chunked(weight)))
+
+    def placed_sums(chunk):
+        # Said inside the loop, so that gradients of hidden states keep their rows as well. Cut along E instead, as the
+        # head is, they would take the gradients of the logits of all devices to each.
+        return part_sums(*(constrain(x, "B") for x in chunk))
+
+    parts = lax.map(placed_sums, (*map(chunked, arrays), chunked(weight)))
     total = jnp.maximum(weight.sum(), 1)
     return parts[0].sum() / total, lax.stop_gradient(parts[1].sum() / total)

@@ -1,5 +1,6 @@
 """Pretraining's objective, and the dense forward pass that distillation shares with it."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvpop_jax.models import DecoderParams, LayerInputs, ModelConfig, unembed
+from kvpop_jax.sharding import gathered
 from kvpop_jax.training import losses
 from kvpop_jax.training.data import Batch
 from kvpop_jax.training.scan import scan_layers
@@ -26,7 +28,7 @@ def pretrain(config: ModelConfig, dtype: jnp.dtype, *, remat: bool) -> Objective
         hidden_BSE = dense_hidden(config, params, batch, remat=remat)
         predicts_BS = losses.predicts(batch.segment_BS, batch.loss_BS)
         loss, accuracy = losses.cross_entropy(
-            hidden_BSE, partial(unembed, config, params), batch.token_BS, predicts_BS, config.vocab_size
+            hidden_BSE, whole_unembed(config, params), batch.token_BS, predicts_BS, config.vocab_size
         )
         return loss, {"cross_entropy": loss, "accuracy": accuracy}
 
@@ -42,6 +44,12 @@ def dense_hidden(
         return masked_attention(inputs.q_BTHD, inputs.k_BTKD, inputs.v_BTKD, None, batch.segment_BS)[0], None
 
     return scan_layers(config, params, batch.token_BS, batch.position_BS, attend, remat=remat)[0]
+
+
+def whole_unembed(config: ModelConfig, params: DecoderParams) -> losses.Unembed:
+    """The model's unembedding, gathered once for all stretches of tokens that a loss takes in turns."""
+    head_EV = None if params.head_EV is None else gathered(params.head_EV)
+    return partial(unembed, config, replace(params, head_EV=head_EV, embedding_VE=gathered(params.embedding_VE)))
 
 
 def cast(tree: Any, dtype: jnp.dtype) -> Any:

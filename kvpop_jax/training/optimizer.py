@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from kvpop_jax.config import OptimizerConfig, ScheduleConfig
+from kvpop_jax.training.stacked import Stacked, map_parts
 
 
 def schedule(settings: ScheduleConfig, steps: int) -> optax.Schedule:
@@ -37,4 +38,7 @@ def make_optimizer(settings: OptimizerConfig, rate: ScheduleConfig, steps: int) 
 
 
 def _matrices(params: Any) -> Any:
-    return jax.tree.map(lambda leaf: jnp.ndim(leaf) >= 2, params)
+    def of_part(part):
+        return jax.tree.map(lambda leaf: jnp.ndim(leaf) >= 2 + isinstance(part, Stacked), part)
+
+    return map_parts(of_part, params)

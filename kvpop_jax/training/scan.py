@@ -1,7 +1,7 @@
 """The decoder's layers as one loop, so that a step compiles in the time of one layer and not of thirty-six.
 
-The sorts, loops and kernels of the student take seconds per layer to compile. Weights stay lists over layers wherever
-they are kept; stacked copies exist inside a step only, except for frozen weights, which are stacked once.
+The sorts, loops and kernels of the student take seconds per layer to compile. Models and exports are lists over layers;
+a run stacks its weights once, trained and frozen ones, at its start.
 """
 
 from collections.abc import Callable
@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from kvpop_jax.models import DecoderParams, LayerInputs, ModelConfig, apply_layer, rms_norm, rope_rotation
 from kvpop_jax.sharding import constrain, gathered
+from kvpop_jax.training.stacked import stack
 from pallas_kernels.residuals import SAVE_RESIDUALS
 
 ScannedAttend = Callable[[Int[Array, ""], Any, LayerInputs], tuple[Float[Array, "B T H D"], Any]]
@@ -25,11 +26,6 @@ ScannedAttend = Callable[[Int[Array, ""], Any, LayerInputs], tuple[Float[Array, 
 def stack_layers(params: DecoderParams) -> DecoderParams:
     """The same weights with all layers in one tree, each leaf with the layer as its first axis."""
     return replace(params, layers=stack(params.layers))
-
-
-def stack(layers: Any) -> Any:
-    """A list of equal trees as one tree of stacked leaves; a tree that is not a list is taken to be stacked already."""
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers) if isinstance(layers, list) else layers
 
 
 def scan_layers(

@@ -16,9 +16,10 @@ from jaxtyping import Array, Float, Int
 
 from kvpop_jax.sharding import constrain, constrain_weights
 from kvpop_jax.training.data import Batch
+from kvpop_jax.training.stacked import Stacked, stack_lists
 
 Groups = dict[str, Any]
-"""Weights by group; each a pytree with float32 leaves."""
+"""Weights by group; each a pytree with float32 leaves. Layers are a list, or `Stacked` where a step changes them."""
 
 Metrics = dict[str, Array]
 """Named values of a step, scalars or one value per layer."""
@@ -49,7 +50,8 @@ class GroupOptimizer:
 
 
 def init_state(weights: Groups, optimizers: Mapping[str, GroupOptimizer]) -> TrainState:
-    """The state before the first step."""
+    """The state before the first step, with lists over layers stacked."""
+    weights = stack_lists(weights)
     optimizer = {group: optimizers[group].update.init(tree) for group, tree in weights.items()}
     return TrainState(jnp.zeros((), jnp.int32), weights, optimizer)
 
@@ -113,7 +115,7 @@ def make_measure(
 
 def part_names(tree: Any) -> list[str]:
     """Names of the parts of a group of weights: its layers, and whatever lies outside of them."""
-    return list(_parts(tree))
+    return [name for names in _parts(tree) for name in names]
 
 
 def _pools(pools: tuple[int, ...], step: Int[Array, ""], batch: Batch) -> Int[Array, "B"]:
@@ -140,18 +142,29 @@ def _update(state: TrainState, grads: Groups, optimizers: Mapping[str, GroupOpti
 def _norms(grads: Groups, step: Int[Array, ""], optimizers: Mapping[str, GroupOptimizer]) -> Metrics:
     metrics: Metrics = {}
     for group, gradient in grads.items():
-        squares = jnp.stack([sum(jnp.sum(jnp.square(leaf)) for leaf in leaves) for leaves in _parts(gradient).values()])
+        squares = jnp.concatenate([_squares(leaves) for leaves in _parts(gradient).values()])
         metrics[f"grad_norm/{group}"] = jnp.sqrt(squares.sum())
         metrics[f"lr/{group}"] = jnp.asarray(optimizers[group].rate(step), jnp.float32)
         metrics[f"part_norms/{group}"] = jnp.sqrt(squares)
     return metrics
 
 
-def _parts(tree: Any) -> dict[str, list[Array]]:
-    """Leaves by part. The first list index on the way to a leaf is its layer: weights are lists over layers."""
-    parts: dict[str, list[Array]] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        layer = next((key.idx for key in path if isinstance(key, jax.tree_util.SequenceKey)), None)
-        name = jax.tree_util.keystr(path[:1], simple=True) if layer is None else f"layer {layer}"
-        parts.setdefault(name, []).append(leaf)
+def _parts(tree: Any) -> dict[tuple[str, ...], list[Any]]:
+    """Names of parts, and what they consist of: leaves, or for all layers together what is stacked of them."""
+    parts: dict[tuple[str, ...], list[Any]] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda part: isinstance(part, Stacked)):
+        names: tuple[str, ...] = (jax.tree_util.keystr(path[:1], simple=True),)
+        if isinstance(leaf, Stacked):
+            names = tuple(f"layer {n}" for n in range(len(leaf)))
+        parts.setdefault(names, []).append(leaf)
     return parts
+
+
+def _squares(part: list[Any]) -> Float[Array, "P"]:
+    """The sum of the squares of a part, or of each layer of what is stacked."""
+
+    def of(leaf: Array, first: int) -> Array:
+        return jnp.sum(jnp.square(leaf), axis=tuple(range(first, leaf.ndim))).reshape(-1)
+
+    sums = [of(leaf, isinstance(tree, Stacked)) for tree in part for leaf in jax.tree.leaves(tree)]
+    return jnp.stack(sums).sum(axis=0)

@@ -1,5 +1,7 @@
 """One step apart from any model: parts of a batch, pools, names of what went wrong."""
 
+import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -9,6 +11,7 @@ from kvpop_jax.config import OptimizerConfig, ScheduleConfig
 from kvpop_jax.training.data import Batch
 from kvpop_jax.training.metrics import DivergedError, check_finite
 from kvpop_jax.training.optimizer import make_optimizer, schedule
+from kvpop_jax.training.stacked import Stacked, map_parts, stack_lists
 from kvpop_jax.training.step import GroupOptimizer, init_state, make_step, part_names
 
 RATE = optax.constant_schedule(0.1)
@@ -50,6 +53,40 @@ def test_norms_are_told_apart_by_group_and_part():
     norms = dict(zip(names, metrics["part_norms/base"].tolist(), strict=True))
     assert norms["norm"] == 0
     np.testing.assert_allclose(norms["layer 0"], metrics["grad_norm/base"], rtol=1e-6)
+
+
+def test_stacked_layers_are_updated_and_measured_as_each_would_be_alone():
+    """Decay by a layer's own rank, a norm per layer, and one norm over all of them to clip by."""
+    generator = np.random.default_rng(0)
+
+    def layer():
+        return {"matrix_EF": generator.normal(size=(3, 4)), "norm_E": generator.normal(size=3)}
+
+    def tree():
+        made = {"layers": [layer() for _ in range(3)], "head_EV": generator.normal(size=(3, 5))}
+        return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), made)
+
+    weights, gradient = tree(), tree()
+    optimizer = make_optimizer(
+        OptimizerConfig(clip=1.0, weight_decay=0.5), ScheduleConfig(lr=1.0, shape="constant", warmup=0), steps=10
+    )
+    optimizers = {"base": GroupOptimizer(optimizer, RATE)}
+    updates, _ = optimizer.update(gradient, optimizer.init(weights), weights)
+    expected = optax.apply_updates(weights, updates)  # now: the step takes over the weights' buffers
+
+    def objective(groups, frozen, batch, pool_B, key):
+        terms = jax.tree.map(lambda x, g: jnp.sum(x * g), groups["base"], stack_lists(gradient))
+        return sum(jax.tree.leaves(terms)), {}
+
+    state = init_state({"base": weights}, optimizers)
+    names = part_names(state.weights["base"])
+    state, metrics = make_step(objective, optimizers, pools=(1,), seed=0)(state, (), _batch())
+    after = map_parts(lambda part: list(part) if isinstance(part, Stacked) else part, state.weights["base"])
+    chex.assert_trees_all_close(after, expected, rtol=1e-5)
+    norms = dict(zip(names, metrics["part_norms/base"].tolist(), strict=True))
+    assert norms.keys() == {"head_EV", "layer 0", "layer 1", "layer 2"}
+    for n, part in enumerate(gradient["layers"]):
+        np.testing.assert_allclose(norms[f"layer {n}"], optax.global_norm(part), rtol=1e-5)
 
 
 METRICS = {
