@@ -15,7 +15,7 @@ nothing. Memory is the compiler's: arguments, results that are not aliased, and 
 import argparse
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,13 +26,14 @@ import numpy as np
 from kvpop_jax import cli, sharding
 from kvpop_jax.config import ModelSource, PolicyConfig, TrainConfig
 from kvpop_jax.errors import UserError
-from kvpop_jax.models import ModelConfig, init_params, unembed
+from kvpop_jax.models import DecoderParams, ModelConfig, init_params, unembed
 from kvpop_jax.sharding import MeshSettings
 from kvpop_jax.training import distill, losses, objectives
 from kvpop_jax.training.data import Batch
 from kvpop_jax.training.scan import stack_layers
 from kvpop_jax.training.setup import make_optimizers
 from kvpop_jax.training.setup_distill import configured_student
+from kvpop_jax.training.stacked import Stacked
 from kvpop_jax.training.step import Objective, TrainState, init_state, make_step
 
 PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "TPU v5 lite": 197e12, "TPU v5": 459e12, "TPU v6 lite": 918e12}
@@ -155,9 +156,9 @@ def build(shape: Shape, state_shardings: Any = None) -> Step:
     optimizers = make_optimizers(config, ("base",) if scorer is None else ("base", "scorer"))
 
     def state() -> TrainState:
-        weights: dict[str, Any] = {"base": init_params(model, jax.random.key(0), jnp.dtype(jnp.float32))}
+        weights: dict[str, Any] = {"base": _weights(model, jnp.dtype(jnp.float32))}
         if scorer is not None:
-            weights["scorer"] = [scorer.init(jax.random.key(layer)) for layer in range(model.num_layers)]
+            weights["scorer"] = _stacked(scorer.init(jax.random.key(0)), model)
         return init_state(weights, optimizers)
 
     run = make_step(
@@ -166,8 +167,18 @@ def build(shape: Shape, state_shardings: Any = None) -> Step:
     return Step(run, state, frozen, partial(_batch, shape))
 
 
-def _frozen(model: ModelConfig, dtype: jnp.dtype) -> Any:
-    return stack_layers(init_params(model, jax.random.key(0), dtype))
+def _weights(model: ModelConfig, dtype: jnp.dtype) -> DecoderParams:
+    """Random, and every layer the same: a GPU's compiler takes minutes over random numbers for each."""
+    params = init_params(replace(model, num_layers=1), jax.random.key(0), dtype)
+    return replace(params, layers=_stacked(params.layers[0], model))
+
+
+def _stacked(layer: Any, model: ModelConfig) -> Stacked:
+    return Stacked(jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (model.num_layers, *leaf.shape)), layer))
+
+
+def _frozen(model: ModelConfig, dtype: jnp.dtype) -> DecoderParams:
+    return stack_layers(_weights(model, dtype))
 
 
 def _batch(shape: Shape) -> Batch:
