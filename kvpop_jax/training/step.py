@@ -85,13 +85,16 @@ def make_step(
     def step(state: TrainState, frozen: Any, batch: Batch) -> tuple[TrainState, Metrics]:
         pool_B, key = _pools(pools, state.step, batch), _key(seed, state.step)
 
-        def part(_, inputs):
+        def part(total, inputs):
             (loss, metrics), grads = gradient(state.weights, frozen, *inputs)
-            return None, ((loss, metrics), constrain_weights(grads))
+            # A running sum: the gradients of all parts would not fit.
+            return constrain_weights(jax.tree.map(jnp.add, total, grads)), (loss, metrics)
 
         split = jax.tree.map(lambda x: constrain(x.reshape(accumulate, -1, *x.shape[1:]), "NB"), (batch, pool_B))
-        _, ((loss, metrics), grads) = lax.scan(part, None, (*split, jax.random.split(key, accumulate)))
-        loss, metrics, grads = jax.tree.map(lambda x: x.mean(axis=0), (loss, metrics, grads))
+        nothing = constrain_weights(jax.tree.map(jnp.zeros_like, state.weights))
+        total, measured = lax.scan(part, nothing, (*split, jax.random.split(key, accumulate)))
+        loss, metrics = jax.tree.map(lambda x: x.mean(axis=0), measured)
+        grads = jax.tree.map(lambda x: x / accumulate, total)
         return _update(state, grads, optimizers), {"loss": loss, **metrics, **_norms(grads, state.step, optimizers)}
 
     if state_shardings is None:

@@ -46,6 +46,18 @@ def test_accumulated_parts_average_to_the_step_of_the_batch():
         assert state.step == 1
 
 
+def test_memory_holds_one_gradient_however_many_parts_a_batch_has():
+    def loss(weights, frozen, batch, pool_B, key):
+        return jnp.mean(jnp.square(weights["base"] - jnp.sum(batch.token_BS))), {}
+
+    state = init_state({"base": jnp.ones(1 << 16)}, SGD)
+    taken = []
+    for parts in (2, 8):
+        step = make_step(loss, SGD, pools=(1,), seed=0, accumulate=parts).lower(state, (), _batch(rows=8)).compile()
+        taken.append(step.memory_analysis().temp_size_in_bytes)
+    assert taken[1] < taken[0] + state.weights["base"].nbytes, "the gradient of every part is kept"
+
+
 def test_norms_are_told_apart_by_group_and_part():
     state = _state()
     names = part_names(state.weights["base"])
