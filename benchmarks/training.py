@@ -173,7 +173,7 @@ def _weights(model: ModelConfig, dtype: jnp.dtype) -> DecoderParams:
     return replace(params, layers=_stacked(params.layers[0], model))
 
 
-def _stacked(layer: Any, model: ModelConfig) -> Stacked:
+def _stacked(layer: Any, model: ModelConfig) -> Any:
     return Stacked(jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (model.num_layers, *leaf.shape)), layer))
 
 
