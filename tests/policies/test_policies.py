@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from inference.tiny_model import CONFIG
 from oracles import assert_close
-from policies.numpy_policies import METHODS, PROMPT, SINKS, STEPS, WINDOW, Row
+from policies.numpy_policies import PROMPT, STEPS
+from policies.numpy_rows import METHODS, SINKS, WINDOW, Row
 
 from kvpop_jax import policies
 from kvpop_jax.eviction import token_layout
