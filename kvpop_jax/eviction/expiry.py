@@ -17,6 +17,7 @@ from pallas_kernels.masked_attention import NEVER
 _SIGN = np.uint32(1 << 31)
 _WORD = 32  # bits
 _MOST_BLOCKS = 512  # of a row; its table is at most _MOST_BLOCKS / _WORD times as long as the row
+_LONGEST_COLUMN = 64  # that is summed: GPU compilers take minutes over columns of 128 and more, and seconds over rows
 
 
 def expiry_from_priority(priority_BKS: Float[Array, "B K S"], layout: TokenLayout, window: int) -> Int[Array, "B K S"]:
@@ -100,18 +101,21 @@ def kth_of_those_before(
     in_word_BKnW = lax.population_count(map_BKnW).astype(jnp.int32)
     table_BKnW = jnp.cumsum(in_word_BKnW, axis=-1) - in_word_BKnW
     at_L = jnp.arange(L)
-    earlier_LL = at_L[:, None] < at_L
+    # Every index of a block beside every entry; sums are over the entries, along columns (faster on CPUs) or rows.
+    along = -2 if L <= _LONGEST_COLUMN else -1
+    entry_BKnLL = jnp.expand_dims(x_BKnL, -3 - along)
+    earlier_LL = jnp.expand_dims(at_L, -3 - along) < jnp.expand_dims(at_L, along)
 
     def before(word_BKnL):
         """How many of the entries before each index lie before the word."""
-        own_BKnLL = earlier_LL & (x_BKnL[..., None] < _WORD * word_BKnL[..., None, :])
-        own_BKnL = jnp.sum(own_BKnLL, axis=-2, dtype=jnp.int32)
+        own_BKnLL = earlier_LL & (entry_BKnLL < _WORD * jnp.expand_dims(word_BKnL, along))
+        own_BKnL = jnp.sum(own_BKnLL, axis=along, dtype=jnp.int32)
         return jnp.take_along_axis(table_BKnW, word_BKnL, axis=-1) + own_BKnL
 
     def inside(word_BKnL):
         """Which values of the word are among the entries before each index."""
-        own_BKnLL = earlier_LL & (x_BKnL[..., None] // _WORD == word_BKnL[..., None, :])
-        own_BKnL = _word(own_BKnLL, x_BKnL[..., None] % _WORD, axis=-2)
+        own_BKnLL = earlier_LL & (entry_BKnLL // _WORD == jnp.expand_dims(word_BKnL, along))
+        own_BKnL = _word(own_BKnLL, entry_BKnLL % _WORD, axis=along)
         return jnp.take_along_axis(map_BKnW, word_BKnL, axis=-1) | own_BKnL
 
     least_word_BKnL = jnp.minimum(least_BKnL // _WORD, W - 1)
