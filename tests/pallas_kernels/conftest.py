@@ -44,6 +44,17 @@ def _interpreted(params) -> Iterator[None]:
 
 
 @pytest.fixture
+def gpu_interpreter() -> Iterator[None]:
+    """Runs GPU kernels on a simulated GPU, which JAX has from 0.11 on."""
+    from jax.experimental.pallas import mosaic_gpu
+
+    jax.clear_caches()  # programs traced to be lowered
+    with mosaic_gpu.force_gpu_interpret_mode():
+        yield
+    jax.clear_caches()
+
+
+@pytest.fixture
 def libtpu() -> Iterator[None]:
     """Skips the test where the TPU compiler is missing; compiles as for real, not in the haste of the other tests."""
     if importlib.util.find_spec("libtpu") is None:

@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 from decode_attention_suite import Case, DecodeAttentionSuite, random_inputs, run
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from oracles import assert_close
 
 from pallas_kernels.backend import BackendError
@@ -14,14 +13,6 @@ from pallas_kernels.decode_attention import decode_attention, gpu
 
 _OLD_JAX = jax.__version_info__ < (0, 11, 2)
 needs_mosaic_gpu = pytest.mark.skipif(_OLD_JAX, reason="Pallas Mosaic GPU kernels need JAX 0.11.2 or newer")
-
-
-@pytest.fixture
-def gpu_interpreter():
-    jax.clear_caches()  # programs traced to be lowered
-    with plgpu.force_gpu_interpret_mode():
-        yield
-    jax.clear_caches()
 
 
 @pytest.mark.gpu_interpret

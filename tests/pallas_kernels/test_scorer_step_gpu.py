@@ -5,7 +5,6 @@ from functools import partial
 
 import jax
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from scorer_step_suite import CASES, SOFT_CAP, Case, ScorerStepSuite, random_inputs
 
 from pallas_kernels.backend import BackendError
@@ -14,14 +13,6 @@ from pallas_kernels.scorer_step import gpu, scorer_step
 _OLD_JAX = jax.__version_info__ < (0, 11, 2)
 needs_mosaic_gpu = pytest.mark.skipif(_OLD_JAX, reason="Pallas Mosaic GPU kernels need JAX 0.11.2 or newer")
 run = partial(scorer_step, soft_cap=SOFT_CAP, backend="gpu")
-
-
-@pytest.fixture
-def gpu_interpreter():
-    jax.clear_caches()  # programs traced to be lowered
-    with plgpu.force_gpu_interpret_mode():
-        yield
-    jax.clear_caches()
 
 
 @pytest.mark.gpu_interpret
