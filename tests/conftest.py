@@ -34,12 +34,17 @@ hypothesis.settings.load_profile("kvpop")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Threads for interpreted GPUs, before any test module makes JAX start its CPU device.
+    """What interpreted kernels need of the CPU device, before any test module makes JAX start it.
 
-    Every warpgroup runs on a thread of XLA's pool and waits there at barriers for the others: with fewer threads than
-    warpgroups, forever.
+    They call back into Python, which computes with JAX in turn. Programs that wait for an interpreted one hold permits
+    to be in flight, 32 in all, and the callback can wait for one of them forever: so each runs as it is dispatched.
+    On a simulated GPU every warpgroup moreover runs on a thread of XLA's pool and waits there at barriers for the
+    others: with fewer threads than warpgroups, forever.
     """
-    if "gpu_interpret" in config.option.markexpr.replace("not gpu_interpret", ""):
+    lane = config.option.markexpr
+    if lane in ("tpu", "gpu_interpret"):
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
+    if lane == "gpu_interpret":
         os.environ.setdefault("PJRT_NPROC", "16")
 
 
