@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,9 +17,8 @@ from kvpop_jax.evaluation.contestants import contestants_of, policy_settings
 from kvpop_jax.evaluation.report import format_results
 from kvpop_jax.evaluation.runner import run_evaluation
 from kvpop_jax.evaluation.settings import EvalSettings
-from kvpop_jax.evaluation.tasks.base import encode_prompt
 from kvpop_jax.inference import SamplingParams
-from kvpop_jax.models import LoadedModel, load_model
+from kvpop_jax.models import LoadedModel, encode_prompt, load_model
 from kvpop_jax.polykv import read_plan
 from kvpop_jax.processes import ProcessSettings
 from kvpop_jax.scorers.files import LoadedScorer, load_scorer
@@ -182,27 +181,6 @@ def generate(command: EvalCommand, model: LoadedModel, scorers: Mapping[str, Loa
     for contestant in contestants:
         if len(contestants) > 1:
             print(f"--- {contestant.name}")
-        for piece in text_pieces(model.tokenizer, contestant.generator.stream(prompt, sampling, command.seed)):
+        for piece in contestant.generator.stream(prompt, sampling, command.seed):
             print(piece, end="", flush=True)
         print()
-
-
-def text_pieces(tokenizer: Any, tokens: Iterable[int]) -> Iterator[str]:
-    """Text of tokens as they come, in pieces that join to the whole; a character waits for all of its bytes.
-
-    Each piece is decoded together with the one before it, because a tokenizer may treat a text's first token apart.
-    """
-    seen: list[int] = []
-    start = read = 0
-    for token in tokens:
-        seen.append(token)
-        before = tokenizer.decode(seen[start:read], skip_special_tokens=True)
-        text = tokenizer.decode(seen[start:], skip_special_tokens=True)
-        if text.endswith("\ufffd"):
-            continue
-        if len(text) > len(before):
-            yield text[len(before) :]
-            start, read = read, len(seen)
-    if read < len(seen):
-        before = tokenizer.decode(seen[start:read], skip_special_tokens=True)
-        yield tokenizer.decode(seen[start:], skip_special_tokens=True)[len(before) :]

@@ -82,7 +82,7 @@ def run(
         last = perf_counter()
         for index, completion in completions:
             now = perf_counter()
-            yield [_graded(task, jobs[index], completion, model, now - last)]
+            yield [_graded(task, jobs[index], completion, now - last)]
             last = now
 
 
@@ -96,10 +96,9 @@ def sampling_of(task: GenerationTask, settings: EvalSettings) -> SamplingParams:
     )
 
 
-def _graded(task: GenerationTask, job: Job, completion: Completion, model: LoadedModel, seconds: float) -> Rollout:
+def _graded(task: GenerationTask, job: Job, completion: Completion, seconds: float) -> Rollout:
     assert isinstance(job.item, Problem)
-    text = model.tokenizer.decode(completion.tokens, skip_special_tokens=True)
-    grade = task.grade(job.item, text)
+    grade = task.grade(job.item, completion.text)
     return Rollout(
         key=job.key,
         task=task.name,
@@ -110,7 +109,7 @@ def _graded(task: GenerationTask, job: Job, completion: Completion, model: Loade
         rollout=job.rollout,
         seed=job.seed,
         prompt=job.item.prompt + job.item.opening,
-        text=text,
+        text=completion.text,
         prompt_tokens=len(job.prompt),
         tokens=len(completion.tokens),
         finish_reason=completion.finish_reason,

@@ -19,7 +19,7 @@ from kvpop_jax.cache import LayerCache
 from kvpop_jax.errors import UserError
 from kvpop_jax.inference import decode
 from kvpop_jax.inference.decode import DecodeState, Setup
-from kvpop_jax.inference.generator import STEPS_PER_DISPATCH, Generator, bucket, padded, row_seeds
+from kvpop_jax.inference.generator import STEPS_PER_DISPATCH, Generator, Prompt, bucket, padded, row_seeds
 from kvpop_jax.inference.memory import memory_explained
 from kvpop_jax.inference.results import Completion, cache_reports, completion, own_tokens
 from kvpop_jax.inference.sampling import SamplingParams
@@ -57,7 +57,7 @@ class BatchStatistics:
 
 def complete(
     generator: Generator,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Prompt],
     sampling: SamplingParams,
     *,
     rows: int,
@@ -74,7 +74,7 @@ def complete(
 
     Args:
         generator: model, policy and budget. Without a budget every row has slots for the longest request.
-        prompts: token ids; lengths may differ.
+        prompts: messages, chats or token ids, as `Generator.encode` takes them; lengths may differ.
         sampling: how tokens are drawn, and how many at most.
         rows: sequences decoded together. All of them are computed, so more than there are prompts are a waste.
         seeds: one per prompt. Default: 0, 1, ...
@@ -89,10 +89,11 @@ def complete(
     seed_B = row_seeds(seeds, len(prompts))
     if not prompts:
         return iter(())
-    setup = generator.setup([len(prompt) for prompt in prompts], sampling.max_new_tokens)
-    generator.check_tokens(prompts)
+    encoded = generator.encode(prompts)
+    setup = generator.setup([len(prompt) for prompt in encoded], sampling.max_new_tokens)
+    generator.check_tokens(encoded)
     generator.check_stop_tokens(sampling)
-    return _run(generator, setup, prompts, seed_B, sampling, rows, progress or (lambda statistics: None))
+    return _run(generator, setup, encoded, seed_B, sampling, rows, progress or (lambda statistics: None))
 
 
 @dataclass
@@ -204,7 +205,7 @@ def _run(
         # The caller has them while the device is at work on what was just dispatched.
         yield from ended
         with memory_explained(setup, rows, generator.model.dtype):  # what a dispatch lacks may only be known here
-            ended = _collect(setup, state, (token_nB, log_prob_nB), sampling, held, clock)
+            ended = _collect(generator, setup, state, (token_nB, log_prob_nB), sampling, held, clock)
         progress(clock.statistics())
     yield from ended
 
@@ -296,6 +297,7 @@ def _admit(
 
 
 def _collect(
+    generator: Generator,
     setup: Setup,
     state: DecodeState,
     emitted: tuple[Int[Array, "n B"], Float[Array, "n B"]],
@@ -319,6 +321,6 @@ def _collect(
     reports = cache_reports(setup, state.caches, jax.tree.map(lambda leaf: leaf[over], usage))
     rows = [held.pop(number) for number in over]
     return [
-        (row.request, completion(row.tokens, row.logprobs, sampling, report))
+        (row.request, completion(generator.model.tokenizer, row.tokens, row.logprobs, sampling, report))
         for row, report in zip(rows, reports, strict=True)
     ]

@@ -1,10 +1,10 @@
 """The Python API of generation: a model, a policy, a budget."""
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from collections.abc import Generator as Generator_
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +19,13 @@ from kvpop_jax.inference.decode import Setup
 from kvpop_jax.inference.memory import memory_explained
 from kvpop_jax.inference.results import CacheReport, Completion, cache_reports, completion, own_tokens
 from kvpop_jax.inference.sampling import SamplingParams
-from kvpop_jax.models import LoadedModel, load_model
+from kvpop_jax.models import LoadedModel, Message, encode_messages, encode_prompt, load_model, text_pieces
 from kvpop_jax.policies import Policy, PolicySettings, make, uniform_budgets
 from kvpop_jax.scorers.files import load_scorer
 from pallas_kernels.backend import platform
+
+Prompt = str | Sequence[Message] | Sequence[int]
+"""A user's message, the turns of a chat, or token ids."""
 
 STEPS_PER_DISPATCH = 32
 SHORTEST_BUCKET = 64
@@ -158,7 +161,7 @@ class Generator:
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Prompt],
         sampling: SamplingParams,
         seeds: Sequence[int] | None = None,
         progress: Callable[[int], None] | None = None,
@@ -166,7 +169,7 @@ class Generator:
         """Completes all prompts as one batch.
 
         Args:
-            prompts: token ids; lengths may differ.
+            prompts: messages, chats or token ids, see `encode`; lengths may differ.
             sampling: how tokens are drawn, and how many at most.
             seeds: one per prompt; a row's completion depends on its prompt and its seed only. Default: 0, 1, ...
             progress: called after each dispatch with the number of new tokens of unfinished rows.
@@ -178,7 +181,7 @@ class Generator:
         if not prompts:
             return []
         self.check_stop_tokens(sampling)
-        setup, token_BS, length_B = self._prepare(prompts, sampling.max_new_tokens)
+        setup, token_BS, length_B = self._prepare(self.encode(prompts), sampling.max_new_tokens)
         seed_B = row_seeds(seeds, len(prompts))
         with memory_explained(setup, len(prompts), self.model.dtype):
             return self._generate(setup, token_BS, length_B, seed_B, sampling, progress)
@@ -209,18 +212,26 @@ class Generator:
         own_B = own_tokens(token_nB, setup.config, sampling, np.full(len(seed_B), sampling.max_new_tokens))
         rows = zip(own_B, token_nB.T, log_prob_nB.T, cache_reports(setup, state.caches, state.usage), strict=True)
         return [
-            completion(token_n[:own].tolist(), log_prob_n[:own].tolist(), sampling, report)
+            completion(self.model.tokenizer, token_n[:own].tolist(), log_prob_n[:own].tolist(), sampling, report)
             for own, token_n, log_prob_n, report in rows
         ]
 
-    def stream(self, prompt: Sequence[int], sampling: SamplingParams, seed: int = 0) -> Iterator[int]:
-        """Yields one completion's tokens as they are made.
+    def stream(self, prompt: Prompt, sampling: SamplingParams, seed: int = 0) -> Iterator[str]:
+        """Yields one completion's text as it is made, in pieces that join to `Completion.text`.
+
+        Raises:
+            UserError: as `generate`, or a model without tokenizer.
+        """
+        return text_pieces(self._tokenizer(), self.stream_tokens(prompt, sampling, seed))
+
+    def stream_tokens(self, prompt: Prompt, sampling: SamplingParams, seed: int = 0) -> Iterator[int]:
+        """Yields one completion's token ids as they are made.
 
         Raises:
             UserError: as `generate`.
         """
         self.check_stop_tokens(sampling)
-        setup, token_BS, length_B = self._prepare([prompt], sampling.max_new_tokens)
+        setup, token_BS, length_B = self._prepare(self.encode([prompt]), sampling.max_new_tokens)
         steps = self.steps_program(setup, sampling, 1)
         with memory_explained(setup, 1, self.model.dtype):
             state = self._start(setup, sampling, token_BS, length_B, row_seeds([seed], 1))
@@ -266,6 +277,32 @@ class Generator:
             usage = _higher(usage, now)
             yield logits_BV
         return cache_reports(setup, caches, usage)
+
+    def encode(self, prompts: Sequence[Prompt]) -> list[Sequence[int]]:
+        """Token ids of prompts.
+
+        Args:
+            prompts: each a user's message as a string or a chat as a list of turns {"role": ..., "content": ...}, which
+                are put into the tokenizer's chat template, or token ids, taken as they are.
+
+        Raises:
+            UserError: a string where a list of prompts belongs, or words for a model without tokenizer.
+        """
+        if isinstance(prompts, str):
+            raise UserError("prompts is one string; give a list of them")
+        return [self._encode(prompt) for prompt in prompts]
+
+    def _encode(self, prompt: Prompt) -> Sequence[int]:
+        if isinstance(prompt, str):
+            return encode_prompt(self._tokenizer(), prompt)
+        if len(prompt) and isinstance(prompt[0], Mapping):
+            return encode_messages(self._tokenizer(), cast(Sequence[Message], prompt))
+        return cast(Sequence[int], prompt)
+
+    def _tokenizer(self) -> Any:
+        if self.model.tokenizer is None:
+            raise UserError(f"model {self.model.source} has no tokenizer; give token ids and take token ids")
+        return self.model.tokenizer
 
     def check_tokens(self, prompts: Sequence[Sequence[int]]) -> None:
         """Refuses token ids that the model does not have: a look-up would quietly take another.

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,7 +11,7 @@ from jaxtyping import Int
 from kvpop_jax.cache import LayerCache
 from kvpop_jax.inference.decode import CacheUsage, Setup
 from kvpop_jax.inference.sampling import SamplingParams
-from kvpop_jax.models import ModelConfig
+from kvpop_jax.models import ModelConfig, decode_text
 
 
 @dataclass(frozen=True)
@@ -65,12 +66,14 @@ class Completion:
     """One generated sequence; the stop token is not part of it.
 
     Attributes:
+        text: what a reader sees of the tokens, special ones left out; empty where the model has no tokenizer.
         tokens: token ids.
         logprobs: of each token, in nats, before temperature and truncation.
         finish_reason: "stop" or "length".
         cache: what it cost.
     """
 
+    text: str
     tokens: list[int]
     logprobs: list[float]
     finish_reason: str
@@ -86,9 +89,12 @@ def own_tokens(
     return np.minimum(before_B, limit_B)
 
 
-def completion(tokens: list[int], logprobs: list[float], sampling: SamplingParams, cache: CacheReport) -> Completion:
+def completion(
+    tokenizer: Any, tokens: list[int], logprobs: list[float], sampling: SamplingParams, cache: CacheReport
+) -> Completion:
     """A row that has ended: whatever is shorter than the limit was ended by a stop token."""
-    return Completion(tokens, logprobs, "length" if len(tokens) == sampling.max_new_tokens else "stop", cache)
+    text = "" if tokenizer is None else decode_text(tokenizer, tokens)
+    return Completion(text, tokens, logprobs, "length" if len(tokens) == sampling.max_new_tokens else "stop", cache)
 
 
 def cache_reports(setup: Setup, caches: Sequence[LayerCache], usage: CacheUsage) -> list[CacheReport]:

@@ -6,6 +6,7 @@
 - `module`: the same as a Flax `nnx` module.
 - `load`: `load_model`, for every kind of source.
 - `huggingface`, `gguf`, `weights`, `tokenizer`: the file formats.
+- `text`: what a user writes as tokens, and tokens as text.
 """
 
 from kvpop_jax.models.config import ModelConfig, RopeScaling
@@ -28,6 +29,7 @@ from kvpop_jax.models.huggingface import save_model
 from kvpop_jax.models.load import LoadedModel, fingerprint, load_model
 from kvpop_jax.models.module import Decoder
 from kvpop_jax.models.rope import apply_rope, rope_frequencies, rope_rotation
+from kvpop_jax.models.text import Message, Style, chat_text, decode_text, encode_messages, encode_prompt, text_pieces
 from kvpop_jax.models.tokenizer import load_tokenizer
 from kvpop_jax.models.weights import default_dtype
 
@@ -38,12 +40,18 @@ __all__ = [
     "LayerInputs",
     "LayerParams",
     "LoadedModel",
+    "Message",
     "ModelConfig",
     "RopeScaling",
+    "Style",
     "apply_layer",
     "apply_layers",
     "apply_rope",
+    "chat_text",
+    "decode_text",
     "default_dtype",
+    "encode_messages",
+    "encode_prompt",
     "fingerprint",
     "forward",
     "init_params",
@@ -56,5 +64,6 @@ __all__ = [
     "save_model",
     "segment_positions",
     "smollm2_path",
+    "text_pieces",
     "unembed",
 ]

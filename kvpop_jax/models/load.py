@@ -28,7 +28,7 @@ class LoadedModel:
     config: ModelConfig
     params: DecoderParams
     tokenizer: Any
-    """A transformers tokenizer."""
+    """A transformers tokenizer; None for weights that have no text, random ones say."""
     source: str
     """What `load_model` was asked for."""
     fingerprint: str

@@ -6,6 +6,7 @@ from typing import Any, Literal
 import numpy as np
 
 from kvpop_jax.errors import UserError
+from kvpop_jax.models import chat_text
 from kvpop_jax.training.sources import Row
 
 
@@ -71,8 +72,11 @@ def encode(tokenizer: Any, row: Row) -> tuple[list[int], list[int]]:
     if not tokenizer.chat_template:
         *before, last = (message["content"] for message in row.messages)
         return _plain(tokenizer, "\n".join(before), ("\n" if before else "") + last)
-    prompt_text = tokenizer.apply_chat_template(list(row.messages[:-1]), tokenize=False, add_generation_prompt=True)
-    text = tokenizer.apply_chat_template(list(row.messages), tokenize=False)
+    try:
+        prompt_text = chat_text(tokenizer, row.messages[:-1], add_generation_prompt=True)
+        text = chat_text(tokenizer, row.messages)
+    except UserError as error:
+        raise UserError(f"{row.where}: {error}") from error
     if not text.startswith(prompt_text):
         raise UserError(f"{row.where}: the tokenizer's chat template does not put the last message after the others")
     prompt, response = (

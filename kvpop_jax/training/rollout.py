@@ -14,7 +14,7 @@ from kvpop_jax.config import TrainConfig
 from kvpop_jax.errors import UserError
 from kvpop_jax.evaluation.records import derived_seed, rollout_key
 from kvpop_jax.inference import BatchStatistics, Completion, Generator, SamplingParams, complete
-from kvpop_jax.models import load_model
+from kvpop_jax.models import encode_messages, load_model
 from kvpop_jax.policies import PolicySettings
 from kvpop_jax.processes import is_first, wait_for_all
 from kvpop_jax.sharding import local_mesh
@@ -68,7 +68,7 @@ def write_rollouts(config: TrainConfig, folder: Path) -> None:
         print(f"{len(jobs)} of {len(share) * settings.per_prompt} completions to write to {folder}", flush=True)
         with tqdm(total=len(jobs), unit="completion", disable=None if is_first() else True) as bar:
             for index, completion in _complete(generator, jobs, sampling, settings.rows, bar):
-                row = _row(jobs[index], completion, model.tokenizer)
+                row = _row(jobs[index], completion)
                 jsonl.append(folders[completion.finish_reason] / f"part-{jax.process_index()}.jsonl", [row])
                 bar.update()
     wait_for_all("written")
@@ -90,24 +90,16 @@ def _jobs(
     config: TrainConfig, prompts: Sequence[Messages], conditions: dict[str, Any], tokenizer: Any
 ) -> Iterator[_Job]:
     for messages in prompts:
-        text, tokens = json.dumps(messages, ensure_ascii=False), _encode(tokenizer, messages)
+        text, tokens = json.dumps(messages, ensure_ascii=False), encode_messages(tokenizer, messages)
         for rollout in range(config.rollout.per_prompt):
             seed = derived_seed(config.seed, text, rollout)
             yield _Job(rollout_key(conditions, "", text, seed), messages, tokens, rollout, seed)
 
 
-def _row(job: _Job, completion: Completion, tokenizer: Any) -> dict[str, Any]:
-    answer = {"role": "assistant", "content": tokenizer.decode(completion.tokens, skip_special_tokens=True)}
+def _row(job: _Job, completion: Completion) -> dict[str, Any]:
+    answer = {"role": "assistant", "content": completion.text}
     about = {"rollout": job.rollout, "seed": job.seed, "tokens": len(completion.tokens)}
     return {"key": job.key, "messages": [*job.messages, answer], **about, "finish_reason": completion.finish_reason}
-
-
-def _encode(tokenizer: Any, messages: Messages) -> list[int]:
-    """Everything before the answer, as training will encode it."""
-    if not tokenizer.chat_template:
-        return list(tokenizer.encode("\n".join(message["content"] for message in messages) + "\n"))
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def _prompt_files(paths: Sequence[str]) -> Iterator[Path]:

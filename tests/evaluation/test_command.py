@@ -7,7 +7,7 @@ import pytest
 from kvpop_jax import policies
 from kvpop_jax.errors import UserError
 from kvpop_jax.evaluation import tasks
-from kvpop_jax.evaluation.command import check, main, parse_command, text_pieces
+from kvpop_jax.evaluation.command import check, main, parse_command
 
 ROOT = Path(__file__).parents[2]
 
@@ -78,32 +78,6 @@ def test_an_unknown_key_in_a_config_file_is_named(tmp_path):
     config.write_text("model: m\npolicys: [dense]\n")
     with pytest.raises(UserError, match="policys"):
         parse_command(["--config", str(config)])
-
-
-class Bytes:
-    """A tokenizer of single bytes."""
-
-    def decode(self, tokens, skip_special_tokens):
-        return bytes(token for token in tokens if token).decode("utf-8", errors="replace")
-
-
-@pytest.mark.parametrize("text", ["plain words", "naïve ☃ snow 🎉", ""])
-def test_streamed_pieces_join_to_the_text_and_never_split_a_character(text):
-    pieces = list(text_pieces(Bytes(), [*text.encode(), 0]))
-    assert "".join(pieces) == text
-    assert all("\ufffd" not in piece for piece in pieces)
-
-
-def test_a_character_cut_off_at_the_end_is_still_shown():
-    assert "".join(text_pieces(Bytes(), "ab☃".encode()[:-1])) == "ab\ufffd"
-
-
-def test_streamed_text_of_a_real_tokenizer_is_its_decoded_text():
-    from kvpop_jax.models import load_tokenizer
-
-    tokenizer = load_tokenizer(ROOT / "assets" / "qwen3-tiny-math")
-    tokens = tokenizer.encode("abel = 4 7 2\nu 2 + 8 + 0 = 0 carry 1")
-    assert "".join(text_pieces(tokenizer, tokens)) == tokenizer.decode(tokens, skip_special_tokens=True)
 
 
 def test_every_preset_can_be_given_to_eval():

@@ -12,9 +12,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from kvpop_jax import policies
 from kvpop_jax.evaluation.command import main
 from kvpop_jax.evaluation.records import read_rollouts
-from kvpop_jax.evaluation.tasks.base import encode_prompt
 from kvpop_jax.inference import Generator, SamplingParams
-from kvpop_jax.models import LoadedModel, ModelConfig, init_params, load_model
+from kvpop_jax.models import LoadedModel, ModelConfig, encode_prompt, init_params, load_model
 from kvpop_jax.models.config import RopeScaling
 from kvpop_jax.models.huggingface import save_model
 from kvpop_jax.policies import PolicySettings

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 from kvpop_jax.errors import UserError
 from kvpop_jax.evaluation import corpus, tasks
 from kvpop_jax.evaluation.settings import EvalSettings
-from kvpop_jax.evaluation.tasks.base import encode_prompt
+from kvpop_jax.models import encode_prompt
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,6 +9,10 @@ import jax
 import numpy as np
 import pytest
 from inference.tiny_model import CONFIG, distinct_tokens, make_policy, random_scorer, tiny_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
 
 from kvpop_jax.errors import UserError
 from kvpop_jax.inference import Completion, Generator, SamplingParams
@@ -26,9 +30,19 @@ SAMPLED = SamplingParams(temperature=1.0, top_p=0.95, max_new_tokens=NEW_TOKENS,
 
 
 @cache
+def words_tokenizer() -> PreTrainedTokenizerFast:
+    """Every `wN` is token N; a message stands between `w1` and `w2`."""
+    model = Tokenizer(WordLevel({f"w{index}": index for index in range(CONFIG.vocab_size)}, unk_token="w0"))
+    model.pre_tokenizer = Whitespace()
+    template = "{% for turn in messages %}w1 {{ turn.content }} w2 {% endfor %}"
+    return PreTrainedTokenizerFast(tokenizer_object=model, unk_token="w0", chat_template=template)
+
+
+@cache
 def generator(name: str) -> Generator:
     scorers = [random_scorer(name, layer) for layer in range(CONFIG.num_layers)]
-    return Generator(tiny_model(), make_policy(name), None if name == "dense" else BUDGET, scorers)
+    model = replace(tiny_model(), tokenizer=words_tokenizer())
+    return Generator(model, make_policy(name), None if name == "dense" else BUDGET, scorers)
 
 
 def assert_same(got: Completion, wanted: Completion):
@@ -60,10 +74,20 @@ def test_a_completion_depends_on_its_prompt_and_seed_only(name, sampling):
         assert any(completion.finish_reason == "stop" for completion in batch)
 
 
-def test_streaming_yields_the_tokens_of_a_completion():
+def test_streaming_yields_the_tokens_and_the_text_of_a_completion():
     wanted = generator("tova").generate(PROMPTS[1:2], GREEDY, SEEDS[1:2])[0]
-    assert list(generator("tova").stream(PROMPTS[1], GREEDY, SEEDS[1])) == wanted.tokens
+    assert list(generator("tova").stream_tokens(PROMPTS[1], GREEDY, SEEDS[1])) == wanted.tokens
+    assert "".join(generator("tova").stream(PROMPTS[1], GREEDY, SEEDS[1])) == wanted.text
+    assert wanted.text == " ".join(f"w{token}" for token in wanted.tokens)
     assert len(set(wanted.tokens)) > 5
+
+
+def test_a_message_and_a_chat_are_completed_as_the_tokens_that_the_template_makes_of_them():
+    system, user = {"role": "system", "content": "w3"}, {"role": "user", "content": "w4 w5"}
+    tokens = [[1, 4, 5, 2], [1, 3, 2, 1, 4, 5, 2], [4, 5]]
+    assert generator("tova").encode(["w4 w5", [system, user], [4, 5]]) == tokens
+    of_words, of_tokens = (generator("tova").generate([prompt], GREEDY)[0] for prompt in ("w4 w5", tokens[0]))
+    assert of_words == of_tokens
 
 
 def test_a_stop_token_ends_a_completion_and_its_report_but_changes_nothing_before(monkeypatch):
@@ -113,6 +137,12 @@ def test_the_prompts_and_budgets_that_cannot_work_are_refused_by_their_numbers()
         dense.generate([[1], [1] * 217], GREEDY)
     with pytest.raises(UserError, match="prompt 0 is empty"):
         next(dense.stream([], GREEDY))
+    with pytest.raises(UserError, match="prompts is one string; give a list of them"):
+        dense.generate("w3 w4", GREEDY)
+    wordless = Generator(tiny_model(), make_policy("dense"), None)
+    for refused in (lambda: wordless.generate(["w3"], GREEDY), lambda: next(wordless.stream([3], GREEDY))):
+        with pytest.raises(UserError, match="model tiny has no tokenizer"):
+            refused()
     with pytest.raises(UserError, match="prompt 1 has token 64; the model's tokens are 0 to 63"):
         dense.generate([[1], [2, 64, 3]], GREEDY)
     for refused in (dense.generate, dense.stream):

@@ -8,7 +8,7 @@ import pytest
 
 from kvpop_jax.config import DataConfig
 from kvpop_jax.errors import UserError
-from kvpop_jax.evaluation.tasks.base import encode_prompt
+from kvpop_jax.models import encode_prompt
 from kvpop_jax.training.data import make_iterator, to_batch
 from kvpop_jax.training.documents import Encoder, encode
 from kvpop_jax.training.sources import Row, open_source
@@ -157,6 +157,12 @@ def test_a_problem_is_encoded_as_it_is_asked_in_evaluation(chat_tokenizer):
     assert prompt == encode_prompt(chat_tokenizer, "take 1 2 3")
     assert response[-1] == chat_tokenizer.eos_token_id
     assert chat_tokenizer.decode(response[:-1]).strip() == "answer : 1 2 3"
+
+
+def test_a_chat_that_the_template_refuses_names_its_row(chat_tokenizer):
+    chat = ({"role": "tool", "content": "take 1 2 3"}, {"role": "assistant", "content": "answer : 1 2 3"})
+    with pytest.raises(UserError, match=r"^a\.jsonl:7: .* refuses the messages: .* knows the roles"):
+        encode(chat_tokenizer, Row("a.jsonl:7", chat))
 
 
 def test_loss_is_on_the_response_where_asked(plain_tokenizer):

@@ -2,11 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from kvpop_jax.evaluation.settings import EvalSettings
-
-Style = Literal["chat", "brief", "plain"]
+from kvpop_jax.models import Style, encode_prompt
 
 
 @dataclass(frozen=True)
@@ -89,24 +88,6 @@ class TextTask:
 
 
 Task = GenerationTask | TextTask
-
-
-def encode_prompt(tokenizer: Any, message: str, opening: str = "", style: Style = "chat") -> list[int]:
-    """Token ids of a user's message under the tokenizer's chat template, or as plain text when it has none.
-
-    Args:
-        tokenizer: A transformers tokenizer.
-        message: The user's turn.
-        opening: Beginning of the assistant's turn; tokenized together with what stands before it.
-        style: "chat" is the template as it comes; "brief" asks a template that knows thinking to leave it out, for
-            answers of a few tokens; "plain" is text to go on from, without template, the tokenizer's start token kept.
-    """
-    if style == "plain" or not tokenizer.chat_template:
-        return list(tokenizer(message + opening)["input_ids"])
-    turns = [{"role": "user", "content": message}]
-    asked = {"enable_thinking": False} if style == "brief" else {}
-    text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False, **asked)
-    return list(tokenizer(text + opening, add_special_tokens=False)["input_ids"])
 
 
 def encode_problem(tokenizer: Any, problem: Problem) -> list[int]:

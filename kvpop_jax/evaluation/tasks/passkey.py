@@ -10,7 +10,8 @@ from typing import Any
 from kvpop_jax.errors import UserError
 from kvpop_jax.evaluation import corpus
 from kvpop_jax.evaluation.settings import EvalSettings
-from kvpop_jax.evaluation.tasks.base import GenerationTask, Grade, Problem, encode_prompt
+from kvpop_jax.evaluation.tasks.base import GenerationTask, Grade, Problem
+from kvpop_jax.models import encode_prompt
 
 DEFAULT_PROBLEMS_PER_CELL = 4  # a cell is one length at one depth
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "

@@ -3,7 +3,7 @@
 
 from dataclasses import dataclass
 
-from kvpop_jax.evaluation.tasks.base import Style
+from kvpop_jax.models import Style
 
 
 @dataclass(frozen=True)

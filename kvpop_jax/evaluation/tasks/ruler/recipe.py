@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 from kvpop_jax.errors import UserError
 from kvpop_jax.evaluation.settings import EvalSettings
-from kvpop_jax.evaluation.tasks.base import GenerationTask, Grade, Problem, encode_prompt
+from kvpop_jax.evaluation.tasks.base import GenerationTask, Grade, Problem
+from kvpop_jax.models import encode_prompt
 
 DEFAULT_PROBLEMS_PER_LENGTH = 500
 _SLACK = 1 / 512  # of the room that may stay empty: nearer is not worth tokenizing the prompt again
