@@ -336,7 +336,8 @@ class TrainConfig:
         evaluate: After training, run the evaluation described by `eval` and print its table.
         steps: Optimizer steps.
         batch_size: Rows per step.
-        accumulate: Parts that a batch is split into, one after the other, to save memory; divides `batch_size`.
+        accumulate: Parts that a batch is split into, one after the other, to save memory; divides `batch_size`. Every
+            token weighs the same in whatever part (losses.boundary.balance is of each part).
         seq_len: Tokens per row.
         dtype: Type of weights and activations inside a step: "auto" is bfloat16 on accelerators and float32 on CPU.
             Trained weights are kept in float32 beside it.
