@@ -61,7 +61,7 @@ def write_rollouts(config: TrainConfig, folder: Path) -> None:
     mesh = local_mesh(config.mesh)
     with jax.set_mesh(mesh):
         model = load_model(str(config.model.source), None if config.dtype == "auto" else config.dtype, mesh)
-        conditions = {"model": model.fingerprint, "sampling": vars(sampling)}
+        conditions = {"model": model.fingerprint, "dtype": model.dtype.name, "sampling": vars(sampling)}
         share = prompts[jax.process_index() :: jax.process_count()]
         jobs = [job for job in _jobs(config, share, conditions, model.tokenizer) if job.key not in done]
         generator = Generator(model, policies.make("dense", PolicySettings(0, 1)), None)
