@@ -156,9 +156,10 @@ def test_schedules_warm_up_from_the_first_step_and_end_where_they_should():
 def test_groups_are_clipped_apart_and_only_matrices_decay():
     settings = OptimizerConfig(clip=1.0, weight_decay=0.5)
     optimizer = make_optimizer(settings, ScheduleConfig(lr=1.0, shape="constant", warmup=0), steps=10)
-    weights = {"matrix": jnp.ones((2, 2)), "vector": jnp.ones(2)}
-    updates, _ = optimizer.update(
-        {"matrix": jnp.zeros((2, 2)), "vector": jnp.zeros(2)}, optimizer.init(weights), weights
-    )
+    layer = {"in_bias_KF": jnp.ones((2, 2)), "in_KIF": jnp.ones((2, 2, 2))}
+    weights = {"matrix": jnp.ones((2, 2)), "vector": jnp.ones(2)} | stack_lists({"layers": [layer, layer]})
+    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, weights), optimizer.init(weights), weights)
     np.testing.assert_allclose(updates["matrix"], -0.5)
     np.testing.assert_allclose(updates["vector"], 0)
+    np.testing.assert_allclose(updates["layers"].of_layers["in_KIF"], -0.5)
+    np.testing.assert_allclose(updates["layers"].of_layers["in_bias_KF"], 0)
