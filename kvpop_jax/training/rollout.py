@@ -18,6 +18,7 @@ from kvpop_jax.models import load_model
 from kvpop_jax.policies import PolicySettings
 from kvpop_jax.processes import is_first, wait_for_all
 from kvpop_jax.sharding import local_mesh
+from kvpop_jax.training.sources import refuse_benchmark
 
 Messages = list[dict[str, str]]
 
@@ -115,6 +116,8 @@ def _prompt_files(paths: Sequence[str]) -> Iterator[Path]:
         files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
         if not files or not files[0].is_file():
             raise UserError(f"rollout.prompts: {path} is neither a JSONL file nor a folder of them")
+        for file in files:
+            refuse_benchmark(file, "rollout.prompts")
         yield from files
 
 
