@@ -196,16 +196,17 @@ def _dense_distillation(shape: Shape) -> Objective:
 
     def objective(weights, frozen, batch, pool_B, key):
         params = objectives.cast(weights["base"], shape.dtype)
+        predicts_BS = losses.predicts(batch.segment_BS, batch.loss_BS)
         loss, agreement = losses.kl_to_teacher(
             objectives.dense_hidden(model, params, batch, remat=remat),
             partial(unembed, model, params),
             objectives.dense_hidden(model, frozen, batch),
             partial(unembed, model, frozen),
-            losses.predicts(batch.segment_BS, batch.loss_BS),
+            predicts_BS,
             model.vocab_size,
             top_k=top_k,
         )
-        return loss, {"kl": loss, "agreement": agreement}
+        return loss, {"kl": loss, "agreement": agreement, "terms/base": losses.terms(predicts_BS)}
 
     return objective
 

@@ -7,8 +7,9 @@ What is where:
 - `scorers`: what predicts how much attention a token will still receive (mLSTM memory, MLP).
 - `policies`: every eviction policy, one short file each, one registry.
 - `cache`: the bounded cache and the accounting of its budget.
-- `training`, `inference`, `evaluation`: what `train.py` and `eval.py` run.
-- `pallas_kernels` (beside this package): the four operations with their references and kernels.
+- `polykv`: a policy and a budget for every layer, chosen offline.
+- `training`, `inference`, `evaluation`: what `train.py` and `eval.py` run; `calibrate.py` runs `polykv`.
+- `pallas_kernels` (beside this package): the five operations with their references and kernels.
 
 Axis letters, used as suffixes of array names everywhere (`q_BTHD`, `lse_BHT`, `expiry_BKS`):
 

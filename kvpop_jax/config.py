@@ -179,7 +179,7 @@ class DataConfig:
     Attributes:
         source: "files" reads `paths`; "tiny_math" generates problems on demand.
         paths: JSONL or Parquet files, or folders of them. A row holds `messages` (a chat), `problem` and `response`,
-            `prompt` and `response`, or `text`.
+            `prompt` and `response`, or `text`. Files of benchmarks (`aime24.jsonl`, ...) are refused.
         problems: How many different problems tiny_math generates before it repeats.
         overlong: What becomes of a document longer than `seq_len`: "skip" or "truncate". Either is counted.
         packing: "segments" lays several documents into a row, apart from each other; "shared" lets all documents of a
@@ -295,7 +295,7 @@ class RolloutConfig:
 
     Attributes:
         prompts: JSONL files, or folders of them. A row holds `messages` (what comes after the last user message is
-            dropped) or `problem` or `prompt`, the text of a user message.
+            dropped) or `problem` or `prompt`, the text of a user message. Files of benchmarks are refused.
         per_prompt: Completions of each prompt.
         rows: Sequences decoded together.
         max_new_tokens: Longest completion in tokens; those that are cut there are kept apart.
@@ -336,7 +336,8 @@ class TrainConfig:
         evaluate: After training, run the evaluation described by `eval` and print its table.
         steps: Optimizer steps.
         batch_size: Rows per step.
-        accumulate: Parts that a batch is split into, one after the other, to save memory; divides `batch_size`.
+        accumulate: Parts that a batch is split into, one after the other, to save memory; divides `batch_size`. Every
+            token weighs the same in whatever part (losses.boundary.balance is of each part).
         seq_len: Tokens per row.
         dtype: Type of weights and activations inside a step: "auto" is bfloat16 on accelerators and float32 on CPU.
             Trained weights are kept in float32 beside it.

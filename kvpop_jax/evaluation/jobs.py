@@ -48,7 +48,7 @@ class Progress(Protocol):
 def conditions(contestant: Contestant, task: str, model: LoadedModel, settings: EvalSettings) -> dict[str, Any]:
     """Everything but the problem and the seed that a rollout of the contestant depends on, as JSON values."""
     found: dict[str, Any] = {"model": model.fingerprint, "task": task, "policy": contestant.policy}
-    found["cache_dtype"] = contestant.generator.cache_dtype
+    found |= {"dtype": model.dtype.name, "cache_dtype": contestant.generator.cache_dtype}
     if contestant.budget is None:
         return found
     return found | {

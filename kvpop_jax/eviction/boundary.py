@@ -21,7 +21,8 @@ class BoundarySettings:
 
     Attributes:
         temperature: tau, in nats of score; the loss is softplus of the signed margin over tau.
-        balance: weigh keep and drop comparisons so that each makes up half of the loss, per KV head of the batch.
+        balance: weigh keep and drop comparisons so that each makes up half of the loss, per KV head of the batch (of
+            each part, where a step takes it in parts).
         balance_limit: the least and the largest of those weights.
         margin_weight: weigh by 1 - exp(-|gap of the targets|), so that near ties count little.
     """

@@ -58,7 +58,10 @@ def main(argv: Sequence[str]) -> int:
         for candidate in of_phase.values():
             candidate.policy.plan(settings.budget, model.config, size)
     start = time.perf_counter()
-    signals, data = _reused(settings, model) if settings.reuse else _measured(settings, model, candidates)
+    if settings.reuse:
+        signals, data = _reused(settings, model, sinks, window)
+    else:
+        signals, data = _measured(settings, model, candidates)
     layers = choose(settings, model, candidates, signals, sinks=sinks, window=window)
     plan = Plan(
         name=output.stem,
@@ -168,12 +171,15 @@ def _measured(
     return signals, data
 
 
-def _reused(settings: CalibrateSettings, model: LoadedModel) -> tuple[Signals, dict[str, Any]]:
+def _reused(settings: CalibrateSettings, model: LoadedModel, sinks: int, window: int) -> tuple[Signals, dict[str, Any]]:
     earlier = read_plan(str(settings.reuse))
     earlier.check_model(model)
     if earlier.data.get("budget") != settings.budget:
         raise UserError(
             f"reuse: {settings.reuse} was measured at budget {earlier.data.get('budget')}, not {settings.budget}"
         )
+    for name, before, now in (("sinks", earlier.sinks, sinks), ("window", earlier.window, window)):
+        if before != now:
+            raise UserError(f"reuse: {settings.reuse} was measured with {name} {before}, not {now}")
     values = earlier.signals
     return Signals(values["entropy"], values["cosine"], values["ppl"], values["full_ppl"]), dict(earlier.data)

@@ -25,9 +25,12 @@ def distill(config: ModelConfig, student: Student, dtype: jnp.dtype, *, remat: b
     ) -> tuple[Float[Array, ""], Metrics]:
         params = cast(weights["base"], dtype)
         hidden_BSE, layers = run(params, weights.get("scorer"), batch, pool_B, key)
-        kl, agreement = _distance(config, student, params, hidden_BSE, frozen, batch)
-        loss = kl + _weighed(student, layers) if "scorer" in weights else kl
-        return loss, {"kl": kl, "agreement": agreement, **layers}
+        distance = _distance(config, student, params, hidden_BSE, frozen, batch)
+        tokens = losses.terms(losses.predicts(batch.segment_BS, batch.loss_BS))
+        if "scorer" not in weights:
+            return distance["kl"], {**distance, **layers, "terms/base": tokens}
+        boundary, metrics = _boundary(student, layers)
+        return distance["kl"] + boundary, {**distance, **metrics, "terms/base": tokens}
 
     return objective
 
@@ -40,7 +43,7 @@ def train_scorer(config: ModelConfig, student: Student, *, remat: bool) -> Objec
         weights: Groups, frozen: DecoderParams, batch: Batch, pool_B: Int[Array, "B"], key: Array
     ) -> tuple[Float[Array, ""], Metrics]:
         _, layers = run(frozen, weights["scorer"], batch, pool_B, key)
-        return _weighed(student, layers), layers
+        return _boundary(student, layers)
 
     return objective
 
@@ -50,15 +53,14 @@ def distance(config: ModelConfig, student: Student) -> Measure:
 
     def measure(weights: Groups, frozen: DecoderParams, batch: Batch, pool_B: Int[Array, "B"], key: Array) -> Metrics:
         hidden_BSE, _ = student_hidden(student, config, frozen, weights["scorer"], batch, pool_B, key)
-        kl, agreement = _distance(config, student, frozen, hidden_BSE, frozen, batch)
-        return {"kl": kl, "agreement": agreement}
+        return _distance(config, student, frozen, hidden_BSE, frozen, batch)
 
     return measure
 
 
 def _distance(config, student, params, hidden_BSE, teacher, batch):
     """KL to the dense model, and the share of tokens on which both agree."""
-    return losses.kl_to_teacher(
+    kl, agreement = losses.kl_to_teacher(
         hidden_BSE,
         whole_unembed(config, params),
         dense_hidden(config, teacher, batch),
@@ -67,7 +69,11 @@ def _distance(config, student, params, hidden_BSE, teacher, batch):
         config.vocab_size,
         top_k=student.losses.top_k_logits,
     )
+    return {"kl": kl, "agreement": agreement}
 
 
-def _weighed(student: Student, layers: Metrics) -> Float[Array, ""]:
-    return student.losses.score_weight * layers["boundary"].mean()
+def _boundary(student: Student, layers: Metrics) -> tuple[Float[Array, ""], Metrics]:
+    """The scorer's loss, and the metrics with how many comparisons it is a mean over: as many in every layer."""
+    comparisons_N = layers["comparisons"]
+    metrics = {name: value for name, value in layers.items() if name != "comparisons"}
+    return student.losses.score_weight * layers["boundary"].mean(), metrics | {"terms/scorer": comparisons_N[0]}

@@ -33,6 +33,11 @@ def predicts(segment_BS: Int[Array, "B S"], loss_BS: Bool[Array, "B S"]) -> Bool
     return jnp.pad(same_BS & loss_BS[:, 1:], ((0, 0), (0, 1)))
 
 
+def terms(predicts_BS: Bool[Array, "B S"]) -> Float[Array, ""]:
+    """How many positions a mean over those that are marked is of."""
+    return jnp.sum(predicts_BS, dtype=jnp.float32)
+
+
 def cross_entropy(
     hidden_BSE: Float[Array, "B S E"],
     unembed: Unembed,

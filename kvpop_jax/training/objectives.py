@@ -30,7 +30,7 @@ def pretrain(config: ModelConfig, dtype: jnp.dtype, *, remat: bool) -> Objective
         loss, accuracy = losses.cross_entropy(
             hidden_BSE, whole_unembed(config, params), batch.token_BS, predicts_BS, config.vocab_size
         )
-        return loss, {"cross_entropy": loss, "accuracy": accuracy}
+        return loss, {"cross_entropy": loss, "accuracy": accuracy, "terms/base": losses.terms(predicts_BS)}
 
     return objective
 

@@ -38,7 +38,12 @@ def make_optimizer(settings: OptimizerConfig, rate: ScheduleConfig, steps: int) 
 
 
 def _matrices(params: Any) -> Any:
+    """What decays. The biases of all KV heads together have two axes, and are no matrix for that."""
+
     def of_part(part):
-        return jax.tree.map(lambda leaf: jnp.ndim(leaf) >= 2 + isinstance(part, Stacked), part)
+        stacked = isinstance(part, Stacked)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: jnp.ndim(leaf) >= 2 + stacked and "bias" not in jax.tree_util.keystr(path), part
+        )
 
     return map_parts(of_part, params)

@@ -18,6 +18,7 @@ from kvpop_jax.models import encode_messages, load_model
 from kvpop_jax.policies import PolicySettings
 from kvpop_jax.processes import is_first, wait_for_all
 from kvpop_jax.sharding import local_mesh
+from kvpop_jax.training.sources import refuse_benchmark
 
 Messages = list[dict[str, str]]
 
@@ -61,7 +62,7 @@ def write_rollouts(config: TrainConfig, folder: Path) -> None:
     mesh = local_mesh(config.mesh)
     with jax.set_mesh(mesh):
         model = load_model(str(config.model.source), None if config.dtype == "auto" else config.dtype, mesh)
-        conditions = {"model": model.fingerprint, "sampling": vars(sampling)}
+        conditions = {"model": model.fingerprint, "dtype": model.dtype.name, "sampling": vars(sampling)}
         share = prompts[jax.process_index() :: jax.process_count()]
         jobs = [job for job in _jobs(config, share, conditions, model.tokenizer) if job.key not in done]
         generator = Generator(model, policies.make("dense", PolicySettings(0, 1)), None)
@@ -107,6 +108,8 @@ def _prompt_files(paths: Sequence[str]) -> Iterator[Path]:
         files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
         if not files or not files[0].is_file():
             raise UserError(f"rollout.prompts: {path} is neither a JSONL file nor a folder of them")
+        for file in files:
+            refuse_benchmark(file, "rollout.prompts")
         yield from files
 
 

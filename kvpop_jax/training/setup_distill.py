@@ -106,6 +106,11 @@ def scorer_settings(config: TrainConfig) -> ScorerSettings | None:
 
 
 def make_student(config: TrainConfig, policy: Policy, scorer: Scorer | None) -> Student:
+    """The student under that policy, without a capacity.
+
+    Raises:
+        UserError: the policy has no expiry form, or evicts nothing.
+    """
     settings = config.policy
     if policy.priorities is None or settings.name == "dense":
         raise UserError(f"policy.name is {settings.name!r}; it has no static priorities to train under")

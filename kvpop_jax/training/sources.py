@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,6 +11,11 @@ import numpy as np
 
 from kvpop_jax.config import DataConfig
 from kvpop_jax.errors import UserError
+
+BENCHMARKS = (
+    "gsm8k_test", "math500", "aime24", "aime25", "hmmt_feb_2025", "gpqa_diamond", "livecodebench*",
+)  # fmt: skip
+"""Names, without their ending, of the files that evaluations read questions from."""
 
 ROW_FORMS = "`messages`, `problem` and `response`, `prompt` and `response`, or `text`"
 
@@ -151,6 +157,19 @@ def parse_row(row: tuple[str, Any]) -> Row:
     raise UserError(f"{where}: needs {ROW_FORMS}; it has {', '.join(values) or 'nothing'}")
 
 
+def refuse_benchmark(path: Path, field: str) -> None:
+    """Refuses a file named like one of a benchmark's, which a folder named for other files may hold.
+
+    Raises:
+        UserError: naming the field and the file.
+    """
+    if any(fnmatch(path.stem.lower(), name) for name in BENCHMARKS):
+        raise UserError(
+            f"{field}: {path} is named as a benchmark's file is; a model trained on that cannot be judged by it: "
+            "leave it out, or rename it if it is something else"
+        )
+
+
 def _checked_chat(where: str, messages: Any) -> Sequence[Mapping[str, str]]:
     if not isinstance(messages, list) or len(messages) == 0:
         raise UserError(f"{where}: `messages` must be a list of messages")
@@ -181,6 +200,8 @@ def _expand(paths: Sequence[str]) -> list[Path]:
             found.append(path)
         else:
             raise UserError(f"data.paths: {path} does not exist")
+    for file in found:
+        refuse_benchmark(file, "data.paths")
     return found
 
 

@@ -25,7 +25,10 @@ Metrics = dict[str, Array]
 """Named values of a step, scalars or one value per layer."""
 
 Objective = Callable[[Groups, Any, Batch, Int[Array, "B"], Array], tuple[Float[Array, ""], Metrics]]
-"""(trained weights, frozen weights, batch, pool of each row, random key) -> loss and metrics."""
+"""(trained weights, frozen weights, batch, pool of each row, random key) -> loss and metrics.
+
+What trains a group is a mean, and the metric `terms/GROUP` says over how many terms: tokens, or comparisons.
+"""
 
 Measure = Callable[[Groups, Any, Batch, Int[Array, "B"], Array], Metrics]
 """The same without a loss: what is only looked at."""
@@ -72,13 +75,15 @@ def make_step(
         optimizers: one per group of weights.
         pools: the pool sizes that rows take turns through, over the rows of a batch and on through the run.
         seed: with the step number it determines what is sampled in the step.
-        accumulate: parts of the batch whose gradients are averaged, one after the other; divides the rows of a batch.
+        accumulate: parts of the batch that are taken one after the other; divides the rows of a batch. Each counts by
+            its terms, so a token weighs the same whatever else is in its part.
         state_shardings: where the next state lies, a tree like it; metrics then lie everywhere, as its step does. None
             leaves both to the compiler.
 
     Returns:
         `(state, frozen weights, batch) -> (state, metrics)`. Beside the objective's, the metrics hold the loss,
-        `grad_norm/GROUP` and `lr/GROUP`, and under `part_norms/GROUP` one gradient norm per part in `part_names`.
+        `grad_norm/GROUP` and `lr/GROUP`, and under `part_norms/GROUP` one gradient norm per part in `part_names`. Loss
+        and metrics of several parts are averaged by the terms of the first group.
     """
     gradient = jax.value_and_grad(objective, has_aux=True)
 
@@ -88,14 +93,17 @@ def make_step(
         def part(total, inputs):
             (loss, metrics), grads = gradient(state.weights, frozen, *inputs)
             # A running sum: the gradients of all parts would not fit.
-            return constrain_weights(jax.tree.map(jnp.add, total, grads)), (loss, metrics)
+            terms = {group: metrics[f"terms/{group}"] for group in grads}
+            total = {group: _plus(total[group], terms[group], grads[group]) for group in grads}
+            return constrain_weights(total), ({"loss": loss, **metrics}, terms)
 
         split = jax.tree.map(lambda x: constrain(x.reshape(accumulate, -1, *x.shape[1:]), "NB"), (batch, pool_B))
         nothing = constrain_weights(jax.tree.map(jnp.zeros_like, state.weights))
-        total, measured = lax.scan(part, nothing, (*split, jax.random.split(key, accumulate)))
-        loss, metrics = jax.tree.map(lambda x: x.mean(axis=0), measured)
-        grads = jax.tree.map(lambda x: x / accumulate, total)
-        return _update(state, grads, optimizers), {"loss": loss, **metrics, **_norms(grads, state.step, optimizers)}
+        total, (metrics_P, terms_P) = lax.scan(part, nothing, (*split, jax.random.split(key, accumulate)))
+        counts = {group: terms.sum() for group, terms in terms_P.items()}
+        grads = {group: _over(total[group], counts[group]) for group in total}
+        metrics = _averaged(metrics_P, terms_P[min(terms_P)]) | {f"terms/{group}": n for group, n in counts.items()}
+        return _update(state, grads, optimizers), metrics | _norms(grads, state.step, optimizers)
 
     if state_shardings is None:
         return jax.jit(step, donate_argnums=0)
@@ -130,6 +138,20 @@ def _pools(pools: tuple[int, ...], step: Int[Array, ""], batch: Batch) -> Int[Ar
 
 def _key(seed: int, step: Int[Array, ""]) -> Array:
     return jax.random.fold_in(jax.random.key(seed), step)
+
+
+def _plus(total: Any, terms: Float[Array, ""], gradient: Any) -> Any:
+    return jax.tree.map(lambda x, y: x + terms * y, total, gradient)
+
+
+def _over(total: Any, terms: Float[Array, ""]) -> Any:
+    return jax.tree.map(lambda x: x / jnp.maximum(terms, 1), total)
+
+
+def _averaged(metrics_P: Metrics, terms_P: Float[Array, "P"]) -> Metrics:
+    """Metrics of the parts of a batch as those of the batch."""
+    share_P = terms_P / jnp.maximum(terms_P.sum(), 1)
+    return jax.tree.map(lambda x: jnp.tensordot(share_P, x.astype(share_P.dtype), axes=1), metrics_P)
 
 
 def _update(state: TrainState, grads: Groups, optimizers: Mapping[str, GroupOptimizer]) -> TrainState:

@@ -86,8 +86,8 @@ def student_hidden(
         key: seeds what the policy draws and which queries the target samples.
 
     Returns:
-        The hidden states; "kept_mass", and with a scorer also "boundary" (its loss), "boundary_accuracy", "keep_rate",
-        "recall" (of the target's pool) and "lambda".
+        The hidden states; "kept_mass", and with a scorer also "boundary" (its loss), "comparisons" (what that is a mean
+        over), "boundary_accuracy", "keep_rate", "recall" (of the target's pool) and "lambda".
     """
     prompt_BS = batch.prompt_BS if student.pin_prompt else None
     layout = token_layout(batch.segment_BS, sinks=student.sinks, pool=pool_B, prompt_BS=prompt_BS)
@@ -153,6 +153,7 @@ def _scorer_metrics(
     )
     recall = target_recall(priority_BKS, target_BKS + age_BKS, layout, window=window, stride=stride)
     metrics |= {
+        "comparisons": boundary.comparisons,
         "keep_rate": boundary.keep_rate,
         "boundary_accuracy": boundary.accuracy,
         "recall": recall,

@@ -69,7 +69,6 @@ def mlstm_chunkwise(q_BSKX, k_BSKX, v_BSKY, i_BSK, f_BSK, state, segment_BS, chu
 
 def mlstm_step(state, q_BKX, k_BKX, v_BKY, i_BK, f_BK):
     """See `api.mlstm_step`."""
-    # Memory and normaliser apart, not packed as in the chunkwise form: a step is bound by launches and copies.
     dtype = jnp.promote_types(q_BKX.dtype, jnp.float32)
     q_BKX, k_BKX, i_BK, f_BK = (array.astype(dtype) for array in (q_BKX, k_BKX, i_BK, f_BK))
     kept_BK = jax.nn.log_sigmoid(f_BK) + lax.stop_gradient(state.m_BK).astype(dtype)

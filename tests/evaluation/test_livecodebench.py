@@ -114,6 +114,14 @@ def test_running_code_has_to_be_allowed(tmp_path):
         TASK.check(EvalSettings(data_dir=str(tmp_path / "nowhere"), run_code=True))
 
 
+def test_two_releases_in_one_folder_are_refused(tmp_path):
+    """Whichever were taken, the other's problems would silently not count."""
+    for release in ("v5", "v6"):
+        (tmp_path / f"livecodebench_{release}.jsonl").write_text("{}\n")
+    with pytest.raises(UserError, match=r"livecodebench_v5\.jsonl and livecodebench_v6\.jsonl are both"):
+        TASK.check(EvalSettings(data_dir=str(tmp_path), run_code=True))
+
+
 def test_the_real_samples_load_and_a_solution_of_one_passes():
     data = Path(__file__).parents[3] / "shared" / "data"
     if not data.is_dir():

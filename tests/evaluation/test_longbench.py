@@ -179,6 +179,10 @@ def test_what_is_missing_is_named_in_one_line(tmp_path, monkeypatch):
     write(tmp_path, "longbench_qasper_e.jsonl", [row("qasper")])
     with pytest.raises(UserError, match=r"longbench_qasper: no file .*qasper\.jsonl; data_dir must hold it"):
         tasks.get("longbench_qasper").check(settings)
+    for name in ("trec.jsonl", "trec_20.jsonl"):
+        write(tmp_path, name, [row("trec")])
+    with pytest.raises(UserError, match=r"longbench_trec: .*trec\.jsonl and trec_20\.jsonl are both of the task"):
+        tasks.get("longbench_trec").check(settings)
     (tmp_path / "lcc.jsonl").write_text('{"context": "x"}\n')
     with pytest.raises(UserError, match=r"lcc\.jsonl: row 1 has no field 'input'"):
         tasks.get("longbench_lcc").problems(settings, None)

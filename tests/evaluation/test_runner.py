@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 from kvpop_jax.errors import UserError
-from kvpop_jax.evaluation import reading, runner
+from kvpop_jax.evaluation import generation, reading, runner, tasks
+from kvpop_jax.evaluation.contestants import contestants_of
 from kvpop_jax.evaluation.records import read_rollouts
 from kvpop_jax.evaluation.runner import run_evaluation
 from kvpop_jax.evaluation.settings import EvalSettings
@@ -116,7 +117,6 @@ def test_rollouts_record_problem_text_seed_and_grade(output, settings):
 
 @pytest.mark.core
 def test_the_dense_reading_is_the_models_own_likelihood(output, model, settings):
-    from kvpop_jax.evaluation import tasks
     from kvpop_jax.models import forward
 
     windows = {window.id: window for window in tasks.get("lm").windows(settings, model.tokenizer)}
@@ -202,6 +202,16 @@ def test_interrupted_generation_keeps_every_finished_rollout_and_goes_on_with_th
     assert batch["tokens"] == sum(rollout.tokens for rollout in finished_now)
     # Seven in threes are three dispatches, most of whose steps come after the fifth and last token.
     assert batch["occupancy"] == pytest.approx(batch["tokens"] / (3 * 3 * 32))
+
+
+def test_what_was_computed_in_another_type_is_another_rollout(model, settings):
+    task = tasks.get("tiny_math")
+    keys = []
+    for dtype in (jnp.float32, jnp.bfloat16):
+        cast = dataclasses.replace(model, params=jax.tree.map(lambda x, to=dtype: x.astype(to), model.params))
+        jobs = generation.plan(task, cast, contestants_of(cast, settings, {}), settings)
+        keys.append({job.key for job in jobs})
+    assert not keys[0] & keys[1]
 
 
 @pytest.mark.parametrize(

@@ -60,3 +60,12 @@ def test_a_learned_policy_is_refused_without_its_kind_of_scorer(name):
     other = SCORERS["kvpop_mlp" if name == "kvpop" else "kvpop"]
     with pytest.raises(UserError, match=rf"policy {name} needs a scorer of kind .*, not '{other.kind}'"):
         policies.make(name, PolicySettings(scorer=other))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"), [({"window": 0}, "window must be at least 1"), ({"sinks": -1}, "sinks must")]
+)
+def test_sizes_that_no_cache_can_have_are_refused(sizes, words):
+    """Without a window nothing would ever be given its priority: the youngest token would go, whatever the policy."""
+    with pytest.raises(UserError, match=words):
+        PolicySettings(**sizes)

@@ -83,6 +83,7 @@ def test_measured_signals_are_reused_for_another_choice(model, plan):
         ("--prompt_tokens 60", "the model's limit is 64"),
         ("--output /no/such/folder/plan.yaml", "no folder /no/such/folder"),
         ("--reuse PLAN --budget 17", "was measured at budget 16, not 17"),
+        ("--reuse PLAN --window 5", "was measured with window 4, not 5"),
         ("--paths nothing.jsonl", "nothing.jsonl"),
     ],
 )

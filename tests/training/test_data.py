@@ -8,6 +8,7 @@ import pytest
 
 from kvpop_jax.config import DataConfig
 from kvpop_jax.errors import UserError
+from kvpop_jax.evaluation.tasks import maths
 from kvpop_jax.models import encode_prompt
 from kvpop_jax.training.data import make_iterator, to_batch
 from kvpop_jax.training.documents import Encoder, encode
@@ -49,6 +50,16 @@ def _documents(arrays):
     for token_S, segment_S in zip(arrays["token"], arrays["segment"], strict=True):
         for segment in np.unique(segment_S[segment_S > 0]):
             yield tuple(token_S[segment_S == segment].tolist())
+
+
+@pytest.mark.parametrize("task", [*maths.SOURCES, "gpqa_diamond", "livecodebench_v6"])
+def test_benchmarks_are_not_trained_on(tmp_path, task):
+    """Nor as part of a folder that is named for other files."""
+    file = maths.SOURCES[task].file if task in maths.SOURCES else f"{task}.jsonl"
+    _write(tmp_path / "a.jsonl", [{"text": "w2"}])
+    _write(tmp_path / file, [{"problem": "w3", "response": "w4"}])
+    with pytest.raises(UserError, match=rf"data\.paths: .*{file} is named as a benchmark's"):
+        open_source(DataConfig(paths=(str(tmp_path),)), 0)
 
 
 @pytest.mark.core

@@ -221,7 +221,7 @@ def test_rows_take_turns_through_the_budgets():
     seen = []
 
     def objective(weights, frozen, batch, pool_B, key):
-        return weights["base"].sum(), {"pool": pool_B}
+        return weights["base"].sum(), {"pool": pool_B, "terms/base": jnp.ones(())}
 
     rate = optax.constant_schedule(0.0)
     optimizers = {"base": GroupOptimizer(optax.sgd(rate), rate)}
@@ -237,4 +237,23 @@ def test_without_a_scorer_the_kl_is_the_whole_loss(params, teacher):
     objective = distill.distill(ONE_LAYER, _student("streaming_llm"), jnp.dtype(jnp.float32), remat=False)
     loss, metrics = jax.jit(objective)({"base": params}, teacher, _batch(), jnp.array([6, 9]), KEY)
     assert loss == metrics["kl"]
-    assert set(metrics) == {"kl", "agreement", "kept_mass"}
+    assert set(metrics) == {"kl", "agreement", "kept_mass", "terms/base"}
+
+
+@pytest.mark.core
+def test_rows_in_parts_teach_what_they_teach_together(params, teacher):
+    """The second row has few tokens to predict, and fewer to compare: nothing in it may weigh more for that."""
+    student = _student("kvpop_mlp")
+    alike = dataclasses.replace(student.losses.boundary, balance=False)  # which is of a part
+    student = dataclasses.replace(student, losses=dataclasses.replace(student.losses, boundary=alike))
+    rate = optax.constant_schedule(1.0)
+    optimizers = {group: GroupOptimizer(optax.sgd(rate), rate) for group in ("base", "scorer")}
+    objective = distill.distill(ONE_LAYER, student, jnp.dtype(jnp.float32), remat=False)
+    found = []
+    for parts in (1, 2):
+        state = init_state(jax.tree.map(jnp.copy, {"base": params, "scorer": _opinionated(student)}), optimizers)
+        step = make_step(objective, optimizers, pools=(6,), seed=0, accumulate=parts)
+        state, metrics = step(state, teacher, _batch(((48,), (15,))))
+        found.append((state.weights, metrics["kl"]))
+    assert metrics["terms/scorer"] == ONE_LAYER.num_kv_heads * (48 + 15 - 2 * (SINKS + WINDOW + 6))
+    chex.assert_trees_all_close(*found, rtol=2e-5, atol=2e-6)

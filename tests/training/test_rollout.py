@@ -66,3 +66,10 @@ def test_a_bad_prompt_is_named_by_file_and_line(base, tmp_path, line, says):
     (tmp_path / "prompts.jsonl").write_text(line)
     with pytest.raises(UserError, match=says):
         loop.run(_config(base, tmp_path, tmp_path / "prompts.jsonl"))
+
+
+def test_a_benchmark_is_not_answered_for_training(base, tmp_path):
+    """A folder of task files has rows that prompts could be read from."""
+    (tmp_path / "aime24.jsonl").write_text('{"id": 1, "problem": "take 1 2 3", "answer": "6"}')
+    with pytest.raises(UserError, match=r"rollout\.prompts: .*aime24\.jsonl is named as a benchmark's"):
+        loop.run(_config(base, tmp_path, tmp_path))

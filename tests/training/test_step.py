@@ -1,5 +1,7 @@
 """One step apart from any model: parts of a batch, pools, names of what went wrong."""
 
+import dataclasses
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -24,9 +26,10 @@ def _batch(rows=4, length=3):
 
 
 def _quadratic(weights, frozen, batch, pool_B, key):
-    """A loss with a term per row, so that the mean over parts is the mean over the batch."""
+    """A mean over what is to be predicted."""
     error_BS = weights["base"]["layers"][0] - batch.token_BS
-    return jnp.mean(error_BS**2), {"pool": pool_B.sum()}
+    terms = batch.loss_BS.sum(dtype=jnp.float32)
+    return jnp.sum(batch.loss_BS * error_BS**2) / jnp.maximum(terms, 1), {"terms/base": terms}
 
 
 def _state():
@@ -35,20 +38,26 @@ def _state():
 
 @pytest.mark.core
 def test_accumulated_parts_average_to_the_step_of_the_batch():
+    """Also where they hold more to be predicted, or less, or nothing."""
+    loss_BS = jnp.array([[0, 1, 1], [1, 1, 1], [0, 1, 0], [0, 0, 0]], bool)
     states = [
-        make_step(_quadratic, SGD, pools=(1,), seed=0, accumulate=parts)(_state(), (), _batch()) for parts in (1, 2, 4)
+        make_step(_quadratic, SGD, pools=(1,), seed=0, accumulate=parts)(
+            _state(), (), dataclasses.replace(_batch(), loss_BS=loss_BS)
+        )
+        for parts in (1, 2, 4)
     ]
     for state, metrics in states[1:]:
         np.testing.assert_allclose(
             state.weights["base"]["layers"][0], states[0][0].weights["base"]["layers"][0], rtol=1e-6
         )
         np.testing.assert_allclose(metrics["loss"], states[0][1]["loss"], rtol=1e-6)
+        assert metrics["terms/base"] == loss_BS.sum()
         assert state.step == 1
 
 
 def test_memory_holds_one_gradient_however_many_parts_a_batch_has():
     def loss(weights, frozen, batch, pool_B, key):
-        return jnp.mean(jnp.square(weights["base"] - jnp.sum(batch.token_BS))), {}
+        return jnp.mean(jnp.square(weights["base"] - jnp.sum(batch.token_BS))), {"terms/base": jnp.ones(())}
 
     state = init_state({"base": jnp.ones(1 << 16)}, SGD)
     taken = []
@@ -88,7 +97,7 @@ def test_stacked_layers_are_updated_and_measured_as_each_would_be_alone():
 
     def objective(groups, frozen, batch, pool_B, key):
         terms = jax.tree.map(lambda x, g: jnp.sum(x * g), groups["base"], stack_lists(gradient))
-        return sum(jax.tree.leaves(terms)), {}
+        return sum(jax.tree.leaves(terms)), {"terms/base": jnp.ones(())}
 
     state = init_state({"base": weights}, optimizers)
     names = part_names(state.weights["base"])
@@ -147,9 +156,10 @@ def test_schedules_warm_up_from_the_first_step_and_end_where_they_should():
 def test_groups_are_clipped_apart_and_only_matrices_decay():
     settings = OptimizerConfig(clip=1.0, weight_decay=0.5)
     optimizer = make_optimizer(settings, ScheduleConfig(lr=1.0, shape="constant", warmup=0), steps=10)
-    weights = {"matrix": jnp.ones((2, 2)), "vector": jnp.ones(2)}
-    updates, _ = optimizer.update(
-        {"matrix": jnp.zeros((2, 2)), "vector": jnp.zeros(2)}, optimizer.init(weights), weights
-    )
+    layer = {"in_bias_KF": jnp.ones((2, 2)), "in_KIF": jnp.ones((2, 2, 2))}
+    weights = {"matrix": jnp.ones((2, 2)), "vector": jnp.ones(2)} | stack_lists({"layers": [layer, layer]})
+    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, weights), optimizer.init(weights), weights)
     np.testing.assert_allclose(updates["matrix"], -0.5)
     np.testing.assert_allclose(updates["vector"], 0)
+    np.testing.assert_allclose(updates["layers"].of_layers["in_KIF"], -0.5)
+    np.testing.assert_allclose(updates["layers"].of_layers["in_bias_KF"], 0)

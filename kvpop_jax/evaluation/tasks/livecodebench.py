@@ -46,7 +46,7 @@ def problems(settings: EvalSettings, tokenizer: Any = None) -> list[Problem]:
     """The problems in file order, the first `settings.problems` of them.
 
     Raises:
-        UserError: There is no file, or a row lacks a field.
+        UserError: There is no file, or several, or a row lacks a field.
     """
     path = _locate(settings)
     found = []
@@ -121,6 +121,8 @@ def _locate(settings: EvalSettings) -> Path:
             f"{_NAME}: no file {Path(settings.data_dir) / _NAME}*.jsonl; data_dir must hold one, or leave data_dir out "
             f"to use the hub"
         )
+    if len(found) > 1:
+        raise UserError(f"{_NAME}: {found[0]} and {found[1].name} are both of the benchmark; leave one in data_dir")
     return found[0]
 
 

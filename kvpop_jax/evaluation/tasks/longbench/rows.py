@@ -33,7 +33,7 @@ def locate(name: str, settings: EvalSettings) -> Path:
     """The task's file in `data_dir`, or the archive of all tasks, downloaded from the hub.
 
     Raises:
-        UserError: The file is missing from `data_dir`, or the hub cannot be reached.
+        UserError: The file is missing from `data_dir`, or there are several, or the hub cannot be reached.
     """
     if settings.data_dir is None:
         return files.from_hub(f"longbench_{name}", _HUB_ID, _HUB_FILE, f"{name}.jsonl of its {_HUB_FILE}")
@@ -46,6 +46,8 @@ def locate(name: str, settings: EvalSettings) -> Path:
             f"longbench_{name}: no file {folder / name}.jsonl; data_dir must hold it, or leave data_dir out to use the "
             f"hub"
         )
+    if len(found) > 1:
+        raise UserError(f"longbench_{name}: {found[0]} and {found[1].name} are both of the task; leave one in data_dir")
     return found[0]
 
 
