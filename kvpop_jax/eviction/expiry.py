@@ -155,11 +155,3 @@ def _kth_set_bit(word, k):
     up_to_b = jnp.uint32(2**32 - 1) >> jnp.arange(_WORD - 1, -1, -1, dtype=jnp.uint32)
     count_b = lax.population_count(word[..., None] & up_to_b).astype(k.dtype)
     return jnp.sum(count_b < k[..., None], axis=-1, dtype=k.dtype)
-
-
-def eviction_mask(expiry_BKS: Int[Array, "B K S"], segment_BS: Int[Array, "B S"]) -> jax.Array:
-    """The dense visibility `[B, K, T, S]` that an expiry stands for: for tests and pictures, never for a model."""
-    t_S = jnp.arange(segment_BS.shape[1])
-    q_T1 = t_S[:, None]
-    same_BTS = (segment_BS[:, :, None] == segment_BS[:, None]) & (segment_BS[:, None] > 0)
-    return (t_S <= q_T1) & (q_T1 < expiry_BKS[:, :, None]) & same_BTS[:, None]

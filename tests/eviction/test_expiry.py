@@ -123,13 +123,6 @@ def test_a_document_is_evicted_as_if_it_were_alone():
     np.testing.assert_array_equal(packed_BKTS[1][:, :9], alone_BKTS[1][:, :9])
 
 
-def test_the_dense_picture_of_an_expiry_is_what_attention_sees():
-    rng = np.random.default_rng(0)
-    segment_BS = segment_rows([[9, -4, 11], [24]], LENGTH)
-    expiry_BKS = rng.integers(0, LENGTH + 2, (2, HEADS, LENGTH))
-    np.testing.assert_array_equal(expiry.eviction_mask(expiry_BKS, segment_BS), visibility(expiry_BKS, segment_BS))
-
-
 @pytest.mark.core
 def test_no_map_of_queries_by_keys_is_made():
     S = 8192
