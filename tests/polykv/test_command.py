@@ -82,6 +82,7 @@ def test_measured_signals_are_reused_for_another_choice(model, plan):
         ("--budget 5 --prefill streaming_llm", "budget 5 leaves no pool"),
         ("--prompt_tokens 60", "the model's limit is 64"),
         ("--output /no/such/folder/plan.yaml", "no folder /no/such/folder"),
+        ("--output plan.png", "plan.png must end in .yaml"),
         ("--reuse PLAN --budget 17", "was measured at budget 16, not 17"),
         ("--paths nothing.jsonl", "nothing.jsonl"),
     ],
