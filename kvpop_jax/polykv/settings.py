@@ -83,6 +83,8 @@ class CalibrateSettings:
                 raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.continuation_tokens < 2:
             raise UserError(f"continuation_tokens must be at least 2, not {self.continuation_tokens}")
+        if self.least is not None and not 1 <= self.least <= self.budget:
+            raise UserError(f"least must be between 1 and the budget {self.budget}, not {self.least}")
         if self.budget >= self.prompt_tokens + self.continuation_tokens:
             raise UserError(
                 f"budget {self.budget} holds the whole text of {self.prompt_tokens} + {self.continuation_tokens} "

@@ -79,6 +79,7 @@ def test_measured_signals_are_reused_for_another_choice(model, plan):
         ("--decode dense", "dense keeps everything"),
         ("--decode kvpop", "needs a trained scorer"),
         ("--budget 48", "nothing would be evicted"),
+        ("--least 17", "least must be between 1 and the budget 16, not 17"),
         ("--budget 5 --prefill streaming_llm", "budget 5 leaves no pool"),
         ("--prompt_tokens 60", "the model's limit is 64"),
         ("--output /no/such/folder/plan.yaml", "no folder /no/such/folder"),
