@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 from kvpop_jax.errors import UserError
-from kvpop_jax.evaluation import reading, runner
+from kvpop_jax.evaluation import generation, reading, runner, tasks
+from kvpop_jax.evaluation.contestants import contestants_of
 from kvpop_jax.evaluation.records import read_rollouts
 from kvpop_jax.evaluation.runner import run_evaluation
 from kvpop_jax.evaluation.settings import EvalSettings
@@ -82,6 +83,17 @@ def test_results_hold_a_row_per_policy_budget_and_metric(output):
     contestants = (("dense", None), ("streaming_llm", BUDGET))
     metrics = (("tiny_math", "pass@1"), ("lm", "nll"), ("lm", "agreement"), ("lm", "kl"))
     assert found == {(task, *contestant, metric) for task, metric in metrics for contestant in contestants}
+
+
+def test_a_corrected_answer_is_graded_again(model, settings, tmp_path):
+    asked = dataclasses.replace(settings, policies=("dense",), tasks=("aime25",), data_dir=str(tmp_path), rollouts=1)
+    contestants = contestants_of(model, asked, {})
+    keys = set()
+    for answer in ("12", "21", "12"):
+        (tmp_path / "aime25.jsonl").write_text(json.dumps({"id": 1, "problem": "1 + 2 =", "answer": answer}) + "\n")
+        (job,) = generation.plan(tasks.get("aime25"), model, contestants, asked)
+        keys.add(job.key)
+    assert len(keys) == 2
 
 
 @pytest.mark.core
