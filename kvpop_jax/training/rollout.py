@@ -47,6 +47,8 @@ def write_rollouts(config: TrainConfig, folder: Path) -> None:
     settings = config.rollout
     config.mesh.only_model("mesh of method rollout")
     prompts = [row for path in _prompt_files(settings.prompts) for row in _read_prompts(path)]
+    if not prompts:
+        raise UserError(f"rollout.prompts: no prompts in {', '.join(settings.prompts)}")
     folders = {"stop": folder, "length": folder.with_name(folder.name + "_cut")}
     done = {
         json.loads(line)["key"]
