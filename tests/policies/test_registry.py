@@ -60,3 +60,10 @@ def test_a_learned_policy_is_refused_without_its_kind_of_scorer(name):
     other = SCORERS["kvpop_mlp" if name == "kvpop" else "kvpop"]
     with pytest.raises(UserError, match=rf"policy {name} needs a scorer of kind .*, not '{other.kind}'"):
         policies.make(name, PolicySettings(scorer=other))
+
+
+def test_sinks_and_windows_that_cannot_be_are_refused():
+    with pytest.raises(UserError, match="sinks must not be negative, as -1 is"):
+        PolicySettings(sinks=-1)
+    with pytest.raises(UserError, match="window must be at least 1"):
+        PolicySettings(window=0)

@@ -79,6 +79,8 @@ def test_measured_signals_are_reused_for_another_choice(model, plan):
         ("--decode dense", "dense keeps everything"),
         ("--decode kvpop", "needs a trained scorer"),
         ("--budget 48", "nothing would be evicted"),
+        ("--sinks -1", "sinks must not be negative, as -1 is"),
+        ("--window 0", "window must be at least 1, not 0"),
         ("--least 17", "least must be between 1 and the budget 16, not 17"),
         ("--budget 5 --prefill streaming_llm", "budget 5 leaves no pool"),
         ("--prompt_tokens 60", "the model's limit is 64"),

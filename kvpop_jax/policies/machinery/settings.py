@@ -78,3 +78,9 @@ class PolicySettings:
     window: int = 256
     scorer: Scorer | None = None
     methods: MethodSettings = MethodSettings()
+
+    def __post_init__(self) -> None:
+        if self.sinks < 0:
+            raise UserError(f"sinks must not be negative, as {self.sinks} is")
+        if self.window < 1:
+            raise UserError(f"window must be at least 1 (a query sees itself), not {self.window}")
