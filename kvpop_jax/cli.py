@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+import os
 import sys
 import types
 import typing
 from argparse import ArgumentError
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import jsonargparse
@@ -64,12 +66,37 @@ def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> I
 
 
 def run(main: Callable[[Sequence[str]], int]) -> typing.NoReturn:
-    """Calls a script's `main` with the arguments; a `UserError` becomes one line on stderr and exit code 2."""
+    """Calls a script's `main` with the arguments; a `UserError` becomes one line on stderr and exit code 2.
+
+    Ctrl-C where nothing answers it (a model being loaded, a program being compiled) ends with a line and 130. A reader
+    that went away (`| head`) ends it with 141, as it ends any program.
+    """
     try:
-        sys.exit(main(sys.argv[1:]))
+        code = main(sys.argv[1:])
+        sys.stdout.flush()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        code = 2
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        code = 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more on its way out
+        code = 141
+    sys.exit(code)
+
+
+def check_output(folder: Path, field: str) -> None:
+    """Refuses a folder that cannot be made or written to, without making it; `field` is what named it.
+
+    Raises:
+        UserError: naming what stands in the way.
+    """
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise UserError(f"{field}: {there} is a file; name a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"{field}: {there} cannot be written to; name another folder")
 
 
 def _list_fields(cls: type, prefix: str = "") -> Iterator[tuple[str, bool]]:

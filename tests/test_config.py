@@ -1,6 +1,9 @@
 """Configurations: what is refused, how it is said, and that `--help` explains everything."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 import typing
 from pathlib import Path
 
@@ -145,6 +148,36 @@ def test_a_user_error_becomes_one_line_and_exit_code_2(capsys):
         cli.run(refuse)
     assert exit_.value.code == 2
     assert capsys.readouterr().err == "error: the file is wrong\n"
+
+
+def test_ctrl_c_that_nothing_answers_is_one_line(capsys):
+    def interrupted(argv):
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as exit_:
+        cli.run(interrupted)
+    assert exit_.value.code == 130
+    assert capsys.readouterr().err == "stopped\n"
+
+
+def test_a_reader_that_went_away_ends_a_script_without_a_traceback():
+    script = "from kvpop_jax import cli\ncli.run(lambda argv: print('line\\n' * 100_000) or 0)"
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
+
+
+def test_an_output_folder_that_cannot_be_written_is_named_and_nothing_is_made(tmp_path, monkeypatch):
+    cli.check_output(tmp_path / "new" / "run", "output")
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"output: .*/file is a file; name a folder"):
+        cli.check_output(tmp_path / "file" / "run", "output")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write to what others may not
+    with pytest.raises(UserError, match=rf"output: {tmp_path} cannot be written to"):
+        cli.check_output(tmp_path / "new", "output")
 
 
 def test_differences_name_the_field():

@@ -13,13 +13,12 @@ import yaml
 from kvpop_jax import cli, policies, processes
 from kvpop_jax.errors import UserError
 from kvpop_jax.evaluation import tasks
-from kvpop_jax.evaluation.contestants import contestants_of, policy_settings
+from kvpop_jax.evaluation.contestants import check_policies, contestants_of
 from kvpop_jax.evaluation.report import format_results
 from kvpop_jax.evaluation.runner import run_evaluation
 from kvpop_jax.evaluation.settings import EvalSettings
 from kvpop_jax.inference import SamplingParams
 from kvpop_jax.models import LoadedModel, encode_prompt, load_model
-from kvpop_jax.polykv import read_plan
 from kvpop_jax.processes import ProcessSettings
 from kvpop_jax.scorers.files import LoadedScorer, load_scorer
 from kvpop_jax.sharding import local_mesh
@@ -132,21 +131,17 @@ def check(command: EvalCommand) -> None:
     """Refuses what can be seen to be wrong without the model.
 
     Raises:
-        UserError: No model, an unknown policy or task, a learned policy without any scorer, an unreadable plan, or a
-            missing data file.
+        UserError: No model, an unknown policy or task, a learned policy without any scorer, an unreadable plan, a
+            missing data file, or an output folder that cannot be written.
     """
     if command.model is None:
         raise UserError("model is missing: name a folder, GGUF file or hub id with --model, or a training's --config")
-    for name in command.policies:
-        policies.check(name)
-        if not command.scorer:
-            policies.make(name, policy_settings(command, {}, name))
-    for path in command.plan:
-        read_plan(path)
+    check_policies(command, policies.names() if command.scorer else ())  # which policies' scorers, their folders say
     if command.prompt is None:
         for task in tasks.select(command.tasks):
             task.check(command)
-    elif not command.prompt:
+        cli.check_output(Path(command.output), "output")
+    elif not command.prompt.strip():
         raise UserError("prompt is empty; it needs at least one word")
 
 

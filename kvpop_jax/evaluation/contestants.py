@@ -1,6 +1,6 @@
 """The policies at the budgets that were asked for, each with the generator that runs it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,6 +48,20 @@ class Contestant:
             self.generator.check_prompt(length)
         except UserError as error:
             raise UserError(f"{where}, {self.name}: {error}") from error
+
+
+def check_policies(settings: EvalSettings, scored: Collection[str]) -> None:
+    """Refuses policies and plans that can be seen to be wrong without a model; those in `scored` have a scorer.
+
+    Raises:
+        UserError: A policy is unknown or lacks its scorer, or a plan cannot be read.
+    """
+    for name in settings.policies:
+        policies.check(name)
+        if unscored := [part for part in name.split("+") if part not in scored]:
+            policies.make("+".join(unscored), policy_settings(settings, {}, name))
+    for path in settings.plan:
+        read_plan(path)
 
 
 def contestants_of(model: LoadedModel, settings: EvalSettings, scorers: Mapping[str, LoadedScorer]) -> list[Contestant]:

@@ -51,7 +51,10 @@ def plan(
         for problem in sorted(prompts, key=lambda problem: -len(prompts[problem])):
             for rollout in range(settings.rollouts):
                 seed = derived_seed(settings.seed, problem.id, rollout)
-                key = rollout_key(shared, problem.id, problem.prompt + problem.opening, seed)
+                # The answer shapes the grade: one that was corrected must not find the old grade.
+                key = rollout_key(
+                    shared | {"answer": problem.answer}, problem.id, problem.prompt + problem.opening, seed
+                )
                 jobs.append(Job(key, contestant, problem, prompts[problem], rollout, seed))
     return jobs
 

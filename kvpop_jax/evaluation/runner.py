@@ -229,5 +229,6 @@ def _conditions(model: LoadedModel, settings: EvalSettings, complete: bool) -> s
     return (
         f"{state}Model `{model.source}`; {settings.rollouts} rollout(s) per problem, {sampling}, seed {settings.seed}. "
         f"{pinned} {quantised}"
-        f"Intervals are 95 %: bootstrap over problems for graded tasks, Student over windows for text."
+        f"Intervals are 95 %: bootstrap over problems for graded tasks, Student over windows for text. "
+        f"A bootstrap of problems that all score alike has no width, which is not certainty."
     )

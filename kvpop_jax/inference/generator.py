@@ -58,7 +58,7 @@ class Generator:
     model: LoadedModel
     policy: Policy | Sequence[Policy]
     budget: int | Sequence[int] | None
-    scorers: Sequence[Any] | None = None
+    scorers: Sequence[Any] | None = field(default=None, repr=False)
     pin_prompt: bool = False
     cache_dtype: str | None = None
     _compiled: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
@@ -305,13 +305,18 @@ class Generator:
         return self.model.tokenizer
 
     def check_tokens(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Refuses token ids that the model does not have: a look-up would quietly take another.
+        """Refuses what is no token id of the model: a look-up would quietly take another.
 
         Raises:
             UserError: naming the prompt and the id.
         """
         size = self.model.config.vocab_size
         for row, prompt in enumerate(prompts):
+            if len(prompt) and np.asarray(prompt).dtype.kind not in "iu":
+                raise UserError(
+                    f"prompt {row} begins with {prompt[0]!r}; give a message as one string, the turns of a chat, or "
+                    "token ids, which are whole numbers"
+                )
             for token in (min(prompt), max(prompt)) if len(prompt) else ():
                 if not 0 <= token < size:
                     raise UserError(f"prompt {row} has token {token}; the model's tokens are 0 to {size - 1}")

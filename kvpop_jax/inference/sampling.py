@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvpop_jax.errors import UserError
@@ -34,6 +35,9 @@ class SamplingParams:
             raise UserError(f"top_k must be 0 or more and top_p in (0, 1], not {self.top_k} and {self.top_p}")
         if self.max_new_tokens < 1:
             raise UserError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
+        for token in self.stop_tokens:
+            if not isinstance(token, int | np.integer):
+                raise UserError(f"stop_tokens must be token ids, not {token!r}")
 
 
 def sample(

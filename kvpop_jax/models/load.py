@@ -3,7 +3,7 @@
 import hashlib
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ class LoadedModel:
     """A model ready to run."""
 
     config: ModelConfig
-    params: DecoderParams
+    params: DecoderParams = field(repr=False)  # printing a model must not fetch its weights from the device
     tokenizer: Any
     """A transformers tokenizer; None for weights that have no text, random ones say."""
     source: str

@@ -45,6 +45,9 @@ def main(argv: Sequence[str]) -> int:
     output = Path(settings.output)
     if not output.parent.is_dir():
         raise UserError(f"output: no folder {output.parent}")
+    if output.suffix not in (".yaml", ".yml"):
+        raise UserError(f"output: {output} must end in .yaml; the picture beside it takes the same name and .png")
+    cli.check_output(output.parent, "output")
     model = load_model(str(settings.model), None if settings.dtype == "auto" else settings.dtype)
     scorers = load_scorers(settings.scorer, model)
     sinks, window = _sizes(settings, scorers)

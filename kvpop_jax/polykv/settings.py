@@ -78,11 +78,16 @@ class CalibrateSettings:
                     raise UserError(f"{phase}: unknown policy {name!r}; the policies are {', '.join(policies.names())}")
         if "dense" in self.decode:
             raise UserError("decode: dense keeps everything, which no budget holds; leave it out")
-        for name in ("budget", "sequences", "prompt_tokens", "batch_size"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("budget", "sequences", "prompt_tokens", "batch_size", "window"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{name} must be at least 1, not {value}")
+        if (self.sinks or 0) < 0:
+            raise UserError(f"sinks must not be negative, as {self.sinks} is")
         if self.continuation_tokens < 2:
             raise UserError(f"continuation_tokens must be at least 2, not {self.continuation_tokens}")
+        if self.least is not None and not 1 <= self.least <= self.budget:
+            raise UserError(f"least must be between 1 and the budget {self.budget}, not {self.least}")
         if self.budget >= self.prompt_tokens + self.continuation_tokens:
             raise UserError(
                 f"budget {self.budget} holds the whole text of {self.prompt_tokens} + {self.continuation_tokens} "

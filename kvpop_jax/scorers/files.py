@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -55,17 +55,35 @@ class LoadedScorer:
         Raises:
             UserError: naming the first that differs.
         """
-        for size, asked in (("sinks", sinks), ("window", window)):
-            if asked != getattr(self, size):
-                raise UserError(
-                    f"{size} is {asked}; the scorer of {self.policy} was trained with {getattr(self, size)}"
-                )
-        for budget in budgets:
-            if budget not in self.budgets:
-                known = ", ".join(map(str, self.budgets))
-                raise UserError(
-                    f"a budget of {budget} was asked for; the scorer of {self.policy} was trained for {known}"
-                )
+        check_sizes(self.policy, self, sinks=sinks, window=window, budgets=budgets)
+
+
+class Sizes(Protocol):
+    """Anything that knows the sizes a scorer is trained with."""
+
+    @property
+    def sinks(self) -> int: ...
+
+    @property
+    def window(self) -> int: ...
+
+    @property
+    def budgets(self) -> tuple[int, ...]: ...
+
+
+def check_sizes(policy: str, trained: Sizes, *, sinks: int, window: int, budgets: Sequence[int]) -> None:
+    """Refuses sizes other than those that the scorer of that policy is trained with.
+
+    Raises:
+        UserError: naming the first that differs.
+    """
+    for size, asked in (("sinks", sinks), ("window", window)):
+        if asked != getattr(trained, size):
+            raise UserError(f"{size} is {asked}; the scorer of {policy} was trained with {getattr(trained, size)}")
+    for budget in budgets:
+        if budget not in trained.budgets:
+            known = ", ".join(map(str, trained.budgets))
+            raise UserError(f"a budget of {budget} was asked for; the scorer of {policy} was trained for {known}")
 
 
 def make_scorer(settings: ScorerSettings, dims: ScorerDims) -> Scorer:

@@ -22,13 +22,13 @@ from kvpop_jax.config import TrainConfig
 from kvpop_jax.errors import UserError
 from kvpop_jax.models import load_model
 from kvpop_jax.processes import is_first, wait_for_all
-from kvpop_jax.scorers.files import load_scorer
+from kvpop_jax.scorers.files import check_sizes, load_scorer
 from kvpop_jax.training import checkpoint
 from kvpop_jax.training.data import to_batch
 from kvpop_jax.training.metrics import Recorder, check_finite, open_recorder
 from kvpop_jax.training.rollout import write_rollouts
 from kvpop_jax.training.setup import Setup, prepare_pretrain
-from kvpop_jax.training.setup_distill import prepare_distill
+from kvpop_jax.training.setup_distill import prepare_distill, scorer_settings
 from kvpop_jax.training.stacked import Stacked, map_parts
 from kvpop_jax.training.step import TrainState, init_state, make_measure, make_step, part_names
 
@@ -62,6 +62,8 @@ def run(config: TrainConfig) -> int:
     if exported and evaluated:
         print(f"{folder} is finished; give another name to train again")
         return 0
+    if not evaluated:
+        _check_evaluation(config)
     if not exported and (signal_number := train_and_export(config, folder)):
         print(f"stopped by {signal.Signals(signal_number).name}; the same command resumes", flush=True)
         return 0 if signal_number == signal.SIGTERM else 128 + signal_number
@@ -250,15 +252,49 @@ def evaluate(config: TrainConfig, folder: Path) -> None:
         print(format_table(rows))
 
 
+def _check_evaluation(config: TrainConfig) -> None:
+    """Refuses before the training what its evaluation would be refused for after it.
+
+    Raises:
+        UserError: naming the field of `eval`.
+    """
+    # Graders are needed only by those who evaluate.
+    from kvpop_jax.evaluation import tasks
+    from kvpop_jax.evaluation.contestants import check_policies
+
+    settings, trained = config.eval, config.policy
+    scored = config.method == "distill" and scorer_settings(config) is not None
+    try:
+        check_policies(settings, (trained.name,) if scored else ())
+        if scored and any(trained.name in name.split("+") for name in settings.policies):
+            check_sizes(
+                trained.name,
+                trained,
+                sinks=trained.sinks if settings.sinks is None else settings.sinks,
+                window=trained.window if settings.window is None else settings.window,
+                budgets=settings.budgets,
+            )
+        for task in tasks.select(settings.tasks):
+            task.check(settings)
+    except UserError as error:
+        raise UserError(f"eval: {error}") from error
+
+
 def _is_evaluated(folder: Path) -> bool:
     path = folder / "results.json"
     return path.exists() and json.loads(path.read_text())["complete"]
 
 
 def _claim(folder: Path, config: TrainConfig) -> None:
-    """Makes the run folder, or checks that it is of the same configuration."""
+    """Makes the run folder, or checks that it is of the same configuration.
+
+    A folder that holds a configuration and nothing else is of a run that was refused before it began: the corrected
+    command takes it over.
+    """
     path = folder / "config.yaml"
-    if not path.exists():
+    begun = path.exists() and any(not other.name.startswith("config.") for other in folder.iterdir())
+    if not begun:
+        cli.check_output(folder, "output_dir")
         if is_first():
             folder.mkdir(parents=True, exist_ok=True)
             scratch = path.with_suffix(".partial")

@@ -48,9 +48,9 @@ def write_rollouts(config: TrainConfig, folder: Path) -> None:
     settings = config.rollout
     config.mesh.only_model("mesh of method rollout")
     prompts = [row for path in _prompt_files(settings.prompts) for row in _read_prompts(path)]
+    if not prompts:
+        raise UserError(f"rollout.prompts: no prompts in {', '.join(settings.prompts)}")
     folders = {"stop": folder, "length": folder.with_name(folder.name + "_cut")}
-    for part in folders.values():
-        part.mkdir(parents=True, exist_ok=True)
     done = {
         json.loads(line)["key"]
         for part in folders.values()
@@ -66,6 +66,8 @@ def write_rollouts(config: TrainConfig, folder: Path) -> None:
         share = prompts[jax.process_index() :: jax.process_count()]
         jobs = [job for job in _jobs(config, share, conditions, model.tokenizer) if job.key not in done]
         generator = Generator(model, policies.make("dense", PolicySettings(0, 1)), None)
+        for part in folders.values():
+            part.mkdir(parents=True, exist_ok=True)
         print(f"{len(jobs)} of {len(share) * settings.per_prompt} completions to write to {folder}", flush=True)
         with tqdm(total=len(jobs), unit="completion", disable=None if is_first() else True) as bar:
             for index, completion in _complete(generator, jobs, sampling, settings.rows, bar):

@@ -25,7 +25,7 @@ from kvpop_jax.training import objectives
 from kvpop_jax.training.data import make_iterator
 from kvpop_jax.training.documents import Encoder
 from kvpop_jax.training.optimizer import make_optimizer, schedule
-from kvpop_jax.training.sources import open_source
+from kvpop_jax.training.sources import Source, open_source
 from kvpop_jax.training.step import GroupOptimizer, Groups, Measure, Objective
 
 
@@ -65,6 +65,7 @@ def prepare_pretrain(config: TrainConfig, mesh: Mesh) -> Setup:
     Raises:
         UserError: a model, tokenizer or data file that cannot be used, or a size that the mesh does not divide.
     """
+    source = open_source(config.data, config.seed)  # a bad file is found before a model is loaded
     dtype = compute_dtype(config)
     if config.model.source is None:
         model_config, params, tokenizer = _new_model(config, mesh)
@@ -78,7 +79,7 @@ def prepare_pretrain(config: TrainConfig, mesh: Mesh) -> Setup:
         measure=None,
         optimizers=make_optimizers(config, ("base",)),
         pools=(0,),
-        data=open_data(config, tokenizer, longest_prompt=None),
+        data=open_data(config, source, tokenizer, longest_prompt=None),
         export=partial(export_model, config, model_config, tokenizer),
     )
 
@@ -99,8 +100,10 @@ def make_optimizers(config: TrainConfig, groups: tuple[str, ...]) -> dict[str, G
     }
 
 
-def open_data(config: TrainConfig, tokenizer: Any, *, longest_prompt: int | None) -> grain.DatasetIterator:
-    """The batches; a prompt longer than `longest_prompt` is refused."""
+def open_data(
+    config: TrainConfig, source: Source, tokenizer: Any, *, longest_prompt: int | None
+) -> grain.DatasetIterator:
+    """The batches of a source's documents; a prompt longer than `longest_prompt` is refused."""
     encoder = Encoder(
         tokenizer=tokenizer,
         seq_len=config.seq_len,
@@ -110,7 +113,7 @@ def open_data(config: TrainConfig, tokenizer: Any, *, longest_prompt: int | None
         own_row=config.data.packing == "none",
     )
     return make_iterator(
-        open_source(config.data, config.seed),
+        source,
         encoder,
         config.data,
         batch_size=config.batch_size,

@@ -19,6 +19,7 @@ from kvpop_jax.scorers.files import ScorerSettings, load_scorer, make_scorer, sa
 from kvpop_jax.training import distill
 from kvpop_jax.training.scan import stack_layers
 from kvpop_jax.training.setup import Setup, compute_dtype, export_model, make_optimizers, open_data
+from kvpop_jax.training.sources import open_source
 from kvpop_jax.training.step import Groups
 from kvpop_jax.training.student import Student
 
@@ -30,6 +31,7 @@ def prepare_distill(config: TrainConfig, mesh: Mesh) -> Setup:
         UserError: a model or data file that cannot be used, a policy without an expiry form, a budget without a pool,
             a size that the mesh does not divide, or nothing to train.
     """
+    source = open_source(config.data, config.seed)  # a bad file is found before a model is loaded
     dtype = compute_dtype(config)
     # Weights that are trained start from float32; frozen ones are only ever held in the type they compute in.
     model = load_model(str(config.model.source), dtype if config.freeze_base else jnp.float32, mesh)
@@ -50,7 +52,7 @@ def prepare_distill(config: TrainConfig, mesh: Mesh) -> Setup:
         measure=measure,
         optimizers=make_optimizers(config, tuple(weights)),
         pools=tuple(plan.pool for plan in plans.values()),
-        data=open_data(config, model.tokenizer, longest_prompt=_longest_prompt(config, plans)),
+        data=open_data(config, source, model.tokenizer, longest_prompt=_longest_prompt(config, plans)),
         export=partial(_export, config, student, plans, replace(model, params=frozen)),
     )
 

@@ -61,6 +61,8 @@ def test_a_training_config_stands_for_what_the_training_left(tmp_path, trained):
         (["--model", "m", "--policies", "dense", "--tasks", "lm"], "lm needs text"),
         (["--policies", "dense"], "model is missing"),
         (["--model", "m", "--policies", "dense", "--prompt", ""], "prompt is empty"),
+        (["--model", "m", "--policies", "dense", "--prompt", " \n"], "prompt is empty"),
+        (["--model", "m", "--policies", "dense", "--output", __file__], "output: .* is a file; name a folder"),
         (["--model", "m", "--nonesuch", "1"], "--nonesuch"),
         (["--model", "m", "--budgets", "many"], "budgets"),
         (["--model", "m", "--budgets", "0"], "budgets must be different positive numbers"),

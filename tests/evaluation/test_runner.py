@@ -85,6 +85,17 @@ def test_results_hold_a_row_per_policy_budget_and_metric(output):
     assert found == {(task, *contestant, metric) for task, metric in metrics for contestant in contestants}
 
 
+def test_a_corrected_answer_is_graded_again(model, settings, tmp_path):
+    asked = dataclasses.replace(settings, policies=("dense",), tasks=("aime25",), data_dir=str(tmp_path), rollouts=1)
+    contestants = contestants_of(model, asked, {})
+    keys = set()
+    for answer in ("12", "21", "12"):
+        (tmp_path / "aime25.jsonl").write_text(json.dumps({"id": 1, "problem": "1 + 2 =", "answer": answer}) + "\n")
+        (job,) = generation.plan(tasks.get("aime25"), model, contestants, asked)
+        keys.add(job.key)
+    assert len(keys) == 2
+
+
 @pytest.mark.core
 def test_costs_are_those_of_the_bounded_cache(output):
     rows = json.loads((output / "results.json").read_text())["rows"]

@@ -67,6 +67,13 @@ def test_a_bad_row_is_named_by_its_number(tmp_path):
     write_rows(tmp_path, "aime24.jsonl", [{"id": "1", "problem": "p", "answer": "1"}, {"id": "2", "problem": "p"}])
     with pytest.raises(UserError, match=r"aime24\.jsonl: row 2 has no field 'answer'"):
         tasks.get("aime24").check(EvalSettings(data_dir=str(tmp_path)))
+    for second, message in [
+        ({"id": "1", "problem": "another", "answer": "1"}, "row 2: a second problem with id '1'"),
+        ({"id": "2", "problem": " ", "answer": "1"}, "row 2: 'problem' must be text, not ' '"),
+    ]:
+        write_rows(tmp_path, "aime24.jsonl", [{"id": "1", "problem": "p", "answer": "1"}, second])
+        with pytest.raises(UserError, match=rf"aime24\.jsonl: {message}"):
+            tasks.get("aime24").check(EvalSettings(data_dir=str(tmp_path)))
     (tmp_path / "math500.jsonl").write_text("{not json\n")
     with pytest.raises(UserError, match=r"math500\.jsonl: line 1 is not JSON"):
         tasks.get("math500").check(EvalSettings(data_dir=str(tmp_path)))

@@ -145,6 +145,11 @@ def test_the_prompts_and_budgets_that_cannot_work_are_refused_by_their_numbers()
             refused()
     with pytest.raises(UserError, match="prompt 1 has token 64; the model's tokens are 0 to 63"):
         dense.generate([[1], [2, 64, 3]], GREEDY)
+    for not_tokens, first in ((["text"], "'text'"), ([1.5, 2.0], "1.5")):
+        with pytest.raises(UserError, match=f"prompt 0 begins with {first}; give a message"):
+            dense.generate([not_tokens], GREEDY)
+    with pytest.raises(UserError, match="stop_tokens must be token ids, not '</s>'"):
+        SamplingParams(stop_tokens=("</s>",))
     for refused in (dense.generate, dense.stream):
         with pytest.raises(UserError, match="stop_tokens has 64; the model's tokens are 0 to 63"):
             list(refused([[1]] if refused == dense.generate else [1], SamplingParams(stop_tokens=(2, 64))))
@@ -169,3 +174,7 @@ def test_seeds_that_are_not_one_per_prompt_are_refused():
 def test_a_prompt_that_leaves_nothing_to_read_is_refused(prompt_length):
     with pytest.raises(UserError, match=f"prompt_length is {prompt_length}"):
         next(generator("tova").teacher_forced(np.ones((1, 10), int), prompt_length))
+
+
+def test_printing_a_generator_does_not_fetch_the_weights():
+    assert "array" not in repr(generator("dense")).lower()

@@ -20,10 +20,12 @@ from kvpop_jax.config import (
     LogConfig,
     ModelSource,
     OptimizerConfig,
+    PolicyConfig,
     ScheduleConfig,
     TrainConfig,
 )
 from kvpop_jax.errors import UserError
+from kvpop_jax.evaluation.settings import EvalSettings
 from kvpop_jax.models import load_model
 from kvpop_jax.processes import ProcessSettings
 from kvpop_jax.sharding import MeshSettings
@@ -181,6 +183,50 @@ def test_a_finished_run_says_so_and_does_nothing(undisturbed, capsys):
 def test_a_run_folder_of_another_configuration_is_refused(undisturbed):
     with pytest.raises(UserError, match=r"batch_size: 2, now 4"):
         loop.run(_config(undisturbed, batch_size=4))
+
+
+def test_a_command_that_was_refused_does_not_keep_the_corrected_one_out(tmp_path):
+    misspelt = DataConfig(source="files", paths=(str(tmp_path / "none.jsonl"),))
+    with pytest.raises(UserError, match=r"none\.jsonl does not exist"):
+        loop.run(_config(tmp_path, data=misspelt))
+    loop._claim(tmp_path / "run", _config(tmp_path))
+    assert cli.parse(TrainConfig, ["--config", str(tmp_path / "run" / "config.yaml")]) == _config(tmp_path)
+    (tmp_path / "run" / "metrics.jsonl").write_text("")  # it has begun
+    with pytest.raises(UserError, match="another configuration"):
+        loop._claim(tmp_path / "run", _config(tmp_path, data=misspelt))
+
+
+def test_an_output_folder_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"output_dir: .*/file is a file"):
+        loop.run(_config(tmp_path / "file"))
+
+
+def test_bad_data_is_found_before_a_model_is_loaded(tmp_path):
+    model, data = ModelSource(source=str(tmp_path)), DataConfig(source="files", paths=(str(tmp_path / "none.jsonl"),))
+    for method in ("pretrain", "distill"):
+        with pytest.raises(UserError, match=r"none\.jsonl does not exist"):
+            loop.run(_config(tmp_path, name=method, method=method, model=model, data=data))
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (dict(policies=("dense", "nonesuch")), "eval: unknown policy 'nonesuch'"),
+        (dict(policies=("kvpop_mlp",)), "eval: policy kvpop_mlp needs a trained scorer"),
+        (dict(tasks=("nonesuch",)), "eval: unknown task 'nonesuch'"),
+        (dict(tasks=("aime25",), data_dir="nowhere"), r"eval: aime25: no file nowhere/aime25\.jsonl"),
+        (dict(plan=("nowhere.yaml",)), r"eval: plan: no file nowhere\.yaml"),
+        (dict(window=9), "eval: window is 9; the scorer of kvpop was trained with 8"),
+        (dict(budgets=(48,)), "eval: a budget of 48 was asked for; the scorer of kvpop was trained for 32"),
+    ],
+)
+def test_an_evaluation_that_cannot_run_is_refused_before_the_training(tmp_path, asked, message):
+    evaluation = EvalSettings(**(dict(policies=("dense", "kvpop"), budgets=(32,)) | asked))
+    policy, nothing = PolicyConfig(window=8, budgets=(32,)), ModelSource(source=str(tmp_path / "none"))
+    config = _config(tmp_path, method="distill", model=nothing, policy=policy, evaluate=True, eval=evaluation)
+    with pytest.raises(UserError, match=message):
+        loop.run(config)
 
 
 def test_divergence_stops_the_run_and_keeps_the_good_checkpoint(tmp_path, monkeypatch):

@@ -60,6 +60,7 @@ def test_rollouts_are_chats_that_training_reads_and_a_stopped_run_writes_the_res
         ("{", "prompts.jsonl:1"),
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "no message of the user"),
         ('{"question": "a"}', "'prompt'"),
+        ("\n", r"rollout\.prompts: no prompts in .*prompts\.jsonl"),
     ],
 )
 def test_a_bad_prompt_is_named_by_file_and_line(base, tmp_path, line, says):

@@ -42,7 +42,8 @@ def load(name: str, settings: EvalSettings) -> list[Problem]:
     """The benchmark's problems in file order, the first `settings.problems` of them.
 
     Raises:
-        UserError: The file is missing from `data_dir`, a row lacks a field, or the hub cannot be reached.
+        UserError: The file is missing from `data_dir`, a row lacks a field or repeats an id, or the hub cannot be
+            reached.
     """
     source = SOURCES[name]
     if settings.data_dir is not None:
@@ -53,7 +54,7 @@ def load(name: str, settings: EvalSettings) -> list[Problem]:
     else:
         path = files.from_hub(name, source.hub_id, source.hub_file, source.file)
         columns = (source.id or "", source.problem, source.answer)
-    found = []
+    found, seen = [], set()
     for number, row in enumerate(files.read_rows(path)):
         if settings.problems is not None and number >= settings.problems:
             break
@@ -61,6 +62,11 @@ def load(name: str, settings: EvalSettings) -> list[Problem]:
         if missing:
             raise UserError(f"{path}: row {number + 1} has no field {missing[0]!r}")
         identity, problem, answer = (row.get(column, number) for column in columns)
+        if not isinstance(problem, str) or not problem.strip():
+            raise UserError(f"{path}: row {number + 1}: {columns[1]!r} must be text, not {problem!r}")
+        if str(identity) in seen:  # two problems of one id would count as one, with twice the rollouts
+            raise UserError(f"{path}: row {number + 1}: a second problem with {columns[0]} {identity!r}")
+        seen.add(str(identity))
         # GSM8K's own files put the worked solution before the answer and "####" between them.
         found.append(Problem(str(identity), problem + _INSTRUCTION, str(answer).rsplit("####", 1)[-1].strip()))
     if not found:
