@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import signal
 import sys
 import types
 import typing
@@ -65,24 +66,40 @@ def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> I
             yield f"{prefix}{key}: {before}, now {after}"
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: work ends as it does on Ctrl-C, with what is finished written down."""
+
+
+def exit_code(stop: KeyboardInterrupt) -> int:
+    """That of a program which the signal ended."""
+    return 128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)
+
+
 def run(main: Callable[[Sequence[str]], int]) -> typing.NoReturn:
     """Calls a script's `main` with the arguments; a `UserError` becomes one line on stderr and exit code 2.
 
-    Ctrl-C where nothing answers it (a model being loaded, a program being compiled) ends with a line and 130. A reader
-    that went away (`| head`) ends it with 141, as it ends any program.
+    SIGTERM is another Ctrl-C. Where nothing answers it (a model being loaded, a program being compiled) it ends with a
+    line and 143, or 130. A reader that went away (`| head`) ends it with 141, as it ends any program.
     """
+
+    def terminate(number: int, frame: Any) -> None:
+        raise Terminated
+
+    previous = signal.signal(signal.SIGTERM, terminate)
     try:
         code = main(sys.argv[1:])
         sys.stdout.flush()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         code = 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         print("stopped", file=sys.stderr)
-        code = 130
+        code = exit_code(stop)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more on its way out
         code = 141
+    finally:
+        signal.signal(signal.SIGTERM, previous)
     sys.exit(code)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import signal
 import subprocess
 import sys
 import typing
@@ -158,6 +159,19 @@ def test_ctrl_c_that_nothing_answers_is_one_line(capsys):
         cli.run(interrupted)
     assert exit_.value.code == 130
     assert capsys.readouterr().err == "stopped\n"
+
+
+def test_sigterm_ends_a_script_as_ctrl_c_does_with_its_own_code(capsys):
+    before = signal.getsignal(signal.SIGTERM)
+
+    def terminated(argv):
+        signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as exit_:
+        cli.run(terminated)
+    assert exit_.value.code == 143
+    assert capsys.readouterr().err == "stopped\n"
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_reader_that_went_away_ends_a_script_without_a_traceback():

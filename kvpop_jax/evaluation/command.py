@@ -97,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs one command.
 
     Returns:
-        The exit code: 0, or 130 when Ctrl-C stopped it.
+        The exit code: 0, 130 when Ctrl-C stopped it, or 143 when SIGTERM did.
 
     Raises:
         UserError: What was asked for cannot be done; one line says why.
@@ -118,12 +118,12 @@ def main(argv: Sequence[str]) -> int:
                 generate(command, model, scorers)
             elif (rows := run_evaluation(model, command, scorers, Path(command.output))) and processes.is_first():
                 print(f"{format_results(rows)}\n\nwritten to {command.output}: report.md, results.json, rollouts.jsonl")
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         kept = (
             "" if command.prompt is not None else f"; {command.output} keeps what is finished, the same command goes on"
         )
         print(f"\nstopped{kept}", file=sys.stderr)
-        return 130
+        return cli.exit_code(stop)
     return 0
 
 

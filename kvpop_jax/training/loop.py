@@ -53,9 +53,9 @@ def run(config: TrainConfig) -> int:
     if config.method == "rollout":
         try:
             write_rollouts(config, folder / "rollouts")
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as stop:
             print("stopped; the same command goes on where it was")
-            return 130
+            return cli.exit_code(stop)
         return 0
     exported, evaluated = (folder / "export").exists(), not config.evaluate or _is_evaluated(folder / "eval")
     wait_for_all("looked")  # before the first of them finishes anything
