@@ -19,6 +19,8 @@ from pallas_kernels.residuals import saved
 from pallas_kernels.segments import segment_end
 
 HEAD_DIMS = (64, 128)
+_MAX_PAIRS = 65535
+"""Pairs of query blocks in a chunk: the first axis of a Pallas grid is z of CUDA, which ends here; x does not."""
 
 
 def refuses(
@@ -40,6 +42,12 @@ def refuses(
         return "takes bfloat16 only"
     if q_BTHD.shape[3] not in HEAD_DIMS:
         return f"takes head dimensions {', '.join(map(str, HEAD_DIMS))}, not {q_BTHD.shape[3]}"
+    T, group = q_BTHD.shape[1], q_BTHD.shape[2] // k_BSKD.shape[2]
+    chunk = chosen_chunk(T, capacity) or gpu_chunks.round_up(T, gpu_chunks.KEYS)
+    if chunk // gpu_chunks.ROWS * group // 2 > _MAX_PAIRS:
+        return (
+            f"launches up to {_MAX_PAIRS:,} thread blocks along a row, too few for {T:,} tokens and groups of {group}"
+        )
     if jax.default_backend() == "gpu" and not jax.devices()[0].compute_capability.startswith("9."):
         return "is for Hopper GPUs (compute capability 9)"
     return None

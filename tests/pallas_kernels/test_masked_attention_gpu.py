@@ -208,3 +208,12 @@ def test_what_it_was_not_made_for_is_refused():
                 *qkv, expiry_BKS, jax.ShapeDtypeStruct((1, 8), "int32"), bias_BKS=expiry_BKS if bias else None,
                 backend="gpu",
             )  # fmt: skip
+
+
+@needs_mosaic_gpu
+def test_a_row_of_more_thread_blocks_than_a_grid_has_is_refused_unless_it_is_cut():
+    """CUDA ends at 65,535 along the axis of the queries of a chunk; 2^20 in groups of 8 are one pair too many."""
+    for S, capacity, refused in ((2**20 - 128, None, False), (2**20, None, True), (2**20, 4096, False)):
+        q_BTHD, kv_BSKD = (jax.ShapeDtypeStruct((1, S, heads, 64), "bfloat16") for heads in (8, 1))
+        reason = gpu.refuses(q_BTHD, kv_BSKD, kv_BSKD, None, None, None, 0, capacity)
+        assert (reason is not None and "1,048,576 tokens and groups of 8" in reason) == refused, reason
