@@ -20,7 +20,7 @@ from jaxtyping import Array, DTypeLike, Float, Int
 
 from pallas_kernels.masked_attention.tpu_blocks import Blocks
 from pallas_kernels.masked_attention.tpu_forward import scores, specs
-from pallas_kernels.tpu_tiles import LANES, LOG2_E, MASKED, dot, lanes, to_rows
+from pallas_kernels.tpu_tiles import LANES, LOG2_E, MASKED, dot, lanes, to_rows, vmem_limit
 
 
 def attend_dq(
@@ -51,7 +51,10 @@ def attend_dq(
             ],
         ),
         out_shape=jax.ShapeDtypeStruct(q_BKGTD.shape, q_BKGTD.dtype),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
+            vmem_limit_bytes=vmem_limit(q_BKGTD.dtype),
+        ),
         cost_estimate=blocks.cost(G, D, q_BKGTD.dtype.itemsize, matmuls=3, arrays=3),
         name="masked_attention_dq",
     )(blocks.bounds(life_BKS), q_BKGTD, k_BKSD, v_BKSD, life_BKS[:, :, None], lse_BKGT, do_BKGTD, shift_BKGT)
@@ -123,7 +126,10 @@ def attend_dkv(
             ],
         ),
         out_shape=[jax.ShapeDtypeStruct(k_BKSD.shape, dtype)] * 2,
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
+            vmem_limit_bytes=vmem_limit(q_BKGTD.dtype),
+        ),
         cost_estimate=blocks.cost(G, D, q_BKGTD.dtype.itemsize, matmuls=4, arrays=2),
         name="masked_attention_dkv",
     )(blocks.bounds(life_BKS), q_BKGTD, k_BKSD, v_BKSD, life_BKS[:, :, None], lse_BKGT, do_BKGTD, shift_BKGT)

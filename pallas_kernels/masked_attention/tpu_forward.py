@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.masked_attention.tpu_blocks import Blocks
-from pallas_kernels.tpu_tiles import FLOOR, LANES, LOG2_E, MASKED, dot, lanes, to_lanes
+from pallas_kernels.tpu_tiles import FLOOR, LANES, LOG2_E, MASKED, dot, lanes, to_lanes, vmem_limit
 
 
 def attend(
@@ -48,7 +48,10 @@ def attend(
             jax.ShapeDtypeStruct(q_BKGTD.shape, q_BKGTD.dtype),
             jax.ShapeDtypeStruct((B, K, G, T), jnp.float32),
         ],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
+            vmem_limit_bytes=vmem_limit(q_BKGTD.dtype),
+        ),
         cost_estimate=blocks.cost(G, D, q_BKGTD.dtype.itemsize, matmuls=2, arrays=2),
         name="masked_attention_forward",
     )(blocks.bounds(life_BKS), q_BKGTD, k_BKSD, v_BKSD, life_BKS[:, :, None])

@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.segments import segment_end
-from pallas_kernels.tpu_tiles import FLOOR, LANES, LOG2_E, MASKED, dot, lanes, round_up, to_rows
+from pallas_kernels.tpu_tiles import FLOOR, LANES, LOG2_E, MASKED, dot, lanes, round_up, to_rows, vmem_limit
 
 HEAD_DIMS = (64, 128, 256)
 MAX_GROUP = 16
@@ -126,7 +126,10 @@ def _receive(q_BKGTD, k_BKSD, lse_BKGT, position_BT, end_BS, delay: int, L: int,
             scratch_shapes=[pltpu.VMEM((G, C), jnp.float32), pltpu.VMEM((G, C), jnp.float32)],
         ),
         out_shape=jax.ShapeDtypeStruct((B, K, G, S), jnp.float32),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
+            vmem_limit_bytes=vmem_limit(q_BKGTD.dtype),
+        ),
         cost_estimate=pl.CostEstimate(
             flops=2 * pairs * G * L * C * D,
             transcendentals=pairs * G * L * C,

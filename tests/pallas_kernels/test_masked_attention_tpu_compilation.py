@@ -11,6 +11,7 @@ from tpu_compilation import compile_for
 from pallas_kernels.masked_attention.tpu_backward import attend_dkv, attend_dq
 from pallas_kernels.masked_attention.tpu_blocks import blocks_for, chosen_chunk
 from pallas_kernels.masked_attention.tpu_forward import attend
+from pallas_kernels.tpu_tiles import vmem_limit
 
 pytestmark = [pytest.mark.tpu_compile, pytest.mark.usefixtures("libtpu")]
 
@@ -36,7 +37,13 @@ def test_masked_attention_fits_in_vmem_at_other_sizes_of_heads(kv_heads, head_di
     _compile_kernels("v5e", 1024, 4096, kv_heads, head_dim)
 
 
-def _compile_kernels(chip, rows, old, kv_heads=K, head_dim=128):
+@pytest.mark.parametrize(("chip", "kv_heads", "head_dim"), [("v5e", 8, 256), ("tpu7x", 2, 256)])
+def test_masked_attention_in_float32_is_given_the_vmem_it_asks_for(chip, kv_heads, head_dim):
+    """The same blocks take twice as much, which compilers refuse unasked; the largest group of the widest heads too."""
+    _compile_kernels(chip, 1024, 1024, kv_heads, head_dim, "float32")
+
+
+def _compile_kernels(chip, rows, old, kv_heads=K, head_dim=128, dtype="bfloat16"):
     group = H // kv_heads
     blocks = blocks_for(rows, old, group, kv_heads)
 
@@ -45,13 +52,14 @@ def _compile_kernels(chip, rows, old, kv_heads=K, head_dim=128):
         arguments = q_BKGTD, k_BKSD, v_BKSD, life_BKS, lse_BKGT, o_BKGTD, shift_BKGT, blocks
         return attend_dq(*arguments), attend_dkv(*arguments, jnp.float32)
 
-    k_shape = _shape(1, kv_heads, blocks.slots, head_dim, dtype="bfloat16")
+    k_shape = _shape(1, kv_heads, blocks.slots, head_dim, dtype=dtype)
     compiled = compile_for(
-        chip, kernels, _shape(1, kv_heads, group, blocks.rows, head_dim, dtype="bfloat16"), k_shape, k_shape,
+        chip, kernels, _shape(1, kv_heads, group, blocks.rows, head_dim, dtype=dtype), k_shape, k_shape,
         _shape(1, kv_heads, blocks.slots, dtype="int32"), _shape(1, kv_heads, group, blocks.rows, dtype="float32"),
     )  # fmt: skip
     assert set(compiled.vmem) == MASKED_ATTENTION
-    compiled.assert_vmem(f"{chip}, {rows} queries after {old} keys, {H} heads of {head_dim} on {kv_heads}")
+    what = f"{chip}, {rows} queries after {old} keys, {H} heads of {head_dim} on {kv_heads}, {dtype}"
+    compiled.assert_vmem(what, vmem_limit(dtype))
 
 
 def _shape(*shape, dtype):

@@ -5,6 +5,7 @@ import pytest
 from tpu_compilation import TOPOLOGIES, compile_for
 
 from pallas_kernels import received_log_mass
+from pallas_kernels.tpu_tiles import vmem_limit
 
 pytestmark = [pytest.mark.tpu_compile, pytest.mark.usefixtures("libtpu")]
 
@@ -25,18 +26,24 @@ def test_received_log_mass_fits_in_vmem_at_other_sizes_of_heads(head_dim):
     _compile("v5e", 16384, head_dim, sampled=False)
 
 
-def _compile(chip, S, head_dim, *, sampled):
+def test_received_log_mass_in_float32_is_given_the_vmem_it_asks_for():
+    """The largest group of the widest heads, which compilers refuse unasked."""
+    _compile("v5e", 2048, 256, sampled=False, kv_heads=2, dtype="float32")
+
+
+def _compile(chip, S, head_dim, *, sampled, kv_heads=K, dtype="bfloat16"):
     def mass(q_BTHD, k_BSKD, lse_BHT, segment_BS, query_BT):
         return received_log_mass(q_BTHD, k_BSKD, lse_BHT, segment_BS, delay=256, query_BT=query_BT if sampled else None)
 
-    q_shape, k_shape = (_shape(1, S, heads, head_dim, dtype="bfloat16") for heads in (H, K))
+    q_shape, k_shape = (_shape(1, S, heads, head_dim, dtype=dtype) for heads in (H, kv_heads))
     compiled = compile_for(
         chip, mass, q_shape, k_shape, _shape(1, H, S, dtype="float32"), _shape(1, S, dtype="int32"),
         _shape(1, S, dtype="bool"),
     )  # fmt: skip
     assert set(compiled.vmem) == {"received_log_mass"}
     assert compiled.largest_array <= S * H * head_dim, "nothing is larger than q"
-    compiled.assert_vmem(f"{chip}, {S} tokens, heads of {head_dim}{', a subset of the queries' if sampled else ''}")
+    what = f"{chip}, {S} tokens, heads of {head_dim}{', a subset of the queries' if sampled else ''}, {dtype}"
+    compiled.assert_vmem(what, vmem_limit(dtype))
 
 
 def _shape(*shape, dtype):
