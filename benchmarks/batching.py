@@ -14,9 +14,11 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+from arguments import count
 from decode import SHAPES
 
 from kvpop_jax import cli
+from kvpop_jax.errors import UserError
 from kvpop_jax.inference import BatchStatistics, Generator, SamplingParams, complete
 from kvpop_jax.models import LoadedModel, init_params
 from kvpop_jax.policies import PolicySettings, make
@@ -24,12 +26,14 @@ from kvpop_jax.policies import PolicySettings, make
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=480)
-    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--requests", type=count, default=480)
+    parser.add_argument("--rows", type=count, default=16)
     parser.add_argument("--mean", type=int, default=512, help="tokens; the size of the vocabulary")
-    parser.add_argument("--longest", type=int, default=2048, help="tokens, where a completion is cut")
+    parser.add_argument("--longest", type=count, default=2048, help="tokens, where a completion is cut")
     parser.add_argument("--budget", type=int, default=64)
     options = parser.parse_args(argv)
+    if options.mean < 2:
+        raise UserError(f"--mean {options.mean}: a vocabulary with a stop token and another one has at least 2")
     config = replace(
         SHAPES["tiny"], vocab_size=options.mean, hidden_size=32, intermediate_size=32, num_layers=1, num_heads=1,
         num_kv_heads=1, head_dim=32,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
+from arguments import count
 from beside import Transformers
 
 from kvpop_jax import cli
@@ -24,11 +25,11 @@ from kvpop_jax.policies import PolicySettings, make
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompt", type=int, default=128, help="tokens")
-    parser.add_argument("--tokens", type=int, default=384, help="made by every run")
+    parser.add_argument("--prompt", type=count, default=128, help="tokens")
+    parser.add_argument("--tokens", type=count, default=384, help="made by every run")
     parser.add_argument("--budget", type=int, default=256, help="entries per KV head of the bounded cache")
     parser.add_argument("--policy", default="streaming_llm", help="of the bounded cache")
-    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--turns", type=count, default=5)
     options = parser.parse_args(argv)
     loaded = load_model("smollm2", "float32")
     model = replace(loaded, config=replace(loaded.config, eos_token_ids=()))  # every run makes all its tokens

@@ -26,6 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from arguments import batches, count, counts
 from bandwidth import copy_bandwidth
 from beside import Transformers
 from jaxtyping import Array, Int
@@ -99,16 +100,20 @@ class Program:
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
-    parser.add_argument("--layers", type=int, help="fewer layers than the shape has, for a quick look")
+    parser.add_argument("--layers", type=count, help="fewer layers than the shape has, for a quick look")
     parser.add_argument("--policies", default="dense,streaming_llm,tova,kvpop", help="names, or all")
-    parser.add_argument("--budget", type=int, default=256, help="entries per KV head")
-    parser.add_argument("--window", type=int, default=32)
-    parser.add_argument("--positions", default="1024", help="tokens already in the sequence, comma-separated")
-    parser.add_argument("--length", type=int, help="instead of positions: a generation of so many tokens, timed at 8")
-    parser.add_argument("--batch", default="1", help="batch sizes, comma-separated; max is the largest that fits")
-    parser.add_argument("--steps", type=int, default=16, help="steps per dispatch")
-    parser.add_argument("--rounds", type=int, default=3, help="dispatches timed in each turn, after one to warm up")
-    parser.add_argument("--turns", type=int, default=3, help="turns; medians over all count")
+    parser.add_argument("--budget", type=count, default=256, help="entries per KV head")
+    parser.add_argument("--window", type=count, default=32)
+    parser.add_argument(
+        "--positions", type=counts, default="1024", help="tokens already in the sequence, comma-separated"
+    )
+    parser.add_argument("--length", type=count, help="instead of positions: a generation of so many tokens, timed at 8")
+    parser.add_argument(
+        "--batch", type=batches, default="1", help="batch sizes, comma-separated; max is the largest that fits"
+    )
+    parser.add_argument("--steps", type=count, default=16, help="steps per dispatch")
+    parser.add_argument("--rounds", type=count, default=3, help="dispatches timed in each turn, after one to warm up")
+    parser.add_argument("--turns", type=count, default=3, help="turns; medians over all count")
     parser.add_argument(
         "--cache_dtype", choices=("int8", "fp8"), help="of keys and values; default: that of the weights"
     )
@@ -116,32 +121,50 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--output", type=Path, help="JSON file to write as well")
     options = parser.parse_args(argv)
     if options.length is not None:
-        options.positions = ",".join(str((2 * n + 1) * options.length // 16) for n in range(8))
+        options.positions = tuple((2 * n + 1) * options.length // 16 for n in range(8))
+    names = policies.names() if options.policies == "all" else options.policies.split(",")
+    check(names, options)
     config = SHAPES[options.shape]
     config = replace(config, num_layers=options.layers or config.num_layers)
     others = transformers_row(config, options) if options.beside else ""
+    if None in options.batch and jax.devices()[0].memory_stats() is None:
+        raise UserError("--batch max needs a device that reports its memory; give a number")
     dtype = default_dtype()
-    names = policies.names() if options.policies == "all" else options.policies.split(",")
-    for name in names:
-        policies.check(name)
     params = init_params(config, jax.random.key(0), dtype)
     bandwidth = copy_bandwidth()
     print(f"{jax.devices()[0].device_kind}, {options.shape}, {dtype.name}; copy {bandwidth / 1e9:.0f} GB/s", flush=True)
     rows = []
-    for batch in options.batch.split(","):
+    for batch in options.batch:
         programs = compile_all(config, params, names, batch, options)
         rows += to_rows(programs, time_all(programs, params, options), read_bytes(config, params), bandwidth, options)
     print(table(rows) + others)
     if options.length is not None:
         print(generations(rows, options.length))
     if options.output is not None:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(json.dumps([vars(row) for row in rows], indent=2) + "\n", encoding="utf-8")
     return 0
 
 
+def check(names: list[str], options: argparse.Namespace) -> None:
+    """Refuses what would only fail, or mislead, after long work; does not touch the device, which is not JAX's yet.
+
+    Raises:
+        UserError: an unknown policy, a file that cannot be written, or a batch that would change within a generation.
+    """
+    for name in names:
+        policies.check(name)
+    if options.output is not None:
+        cli.check_output(options.output.parent, "--output")
+    if min(options.positions) < 1:
+        raise UserError(f"--length {options.length} is too short to be timed at 8 positions")
+    if None in options.batch and options.length is not None and "dense" in names:
+        raise UserError("--batch max differs at each position of a dense cache: with --length give numbers")
+
+
 def transformers_row(config: ModelConfig, options: argparse.Namespace) -> str:
     """transformers' line of the table, or one that says why there is none."""
-    cache = max(map(int, options.positions.split(",")))
+    cache = max(options.positions)
     count = options.steps * options.rounds
     worker = Transformers({"config": config.to_hf(), "cache": cache, "steps": min(count, cache // 2)})
     try:
@@ -154,13 +177,12 @@ def transformers_row(config: ModelConfig, options: argparse.Namespace) -> str:
 
 
 def compile_all(
-    config: ModelConfig, params: DecoderParams, names: list[str], batch: str, options: argparse.Namespace
+    config: ModelConfig, params: DecoderParams, names: list[str], batch: int | None, options: argparse.Namespace
 ) -> list[Program]:
     """The programs of one batch size, compiled side by side: XLA needs one core for each."""
-    positions = tuple(map(int, options.positions.split(",")))
-    wanted = [(name, positions) for name in names if name != "dense"]
+    wanted = [(name, options.positions) for name in names if name != "dense"]
     # A dense cache is given just the slots its position needs: the best that a cache that grows could do.
-    wanted += [("dense", (position,)) for position in positions if "dense" in names]
+    wanted += [("dense", (position,)) for position in options.positions if "dense" in names]
     waiting = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for name, at in wanted:
@@ -172,7 +194,7 @@ def compile_all(
 
 
 def lowered(
-    config: ModelConfig, params: DecoderParams, name: str, batch: str, positions: tuple[int, ...],
+    config: ModelConfig, params: DecoderParams, name: str, batch: int | None, positions: tuple[int, ...],
     options: argparse.Namespace,
 ) -> tuple[Callable[[], Program]]:  # fmt: skip
     """What is left to do for a program once it is traced: to compile it."""
@@ -187,7 +209,7 @@ def lowered(
     setup = Setup(config, (policy,) * config.num_layers, plans, pin_prompt=False)
     own = [None if scorer is None else scorer.init(jax.random.key(n)) for n in range(config.num_layers)]
     row = jax.eval_shape(partial(filled_state, setup, params, own, 1, 0))
-    rows = largest_batch(params, row) if batch == "max" else int(batch)
+    rows = largest_batch(params, row) if batch is None else batch
     start = jax.jit(partial(filled_state, setup, params, own, rows))
     state = jax.eval_shape(start, 0)
     sampling = SamplingParams(temperature=0.0, max_new_tokens=1 << 19)
@@ -206,8 +228,7 @@ def lowered(
 def largest_batch(params: DecoderParams, row: DecodeState) -> int:
     """Rows whose caches fit beside the weights, with room for each row's logits and a twentieth to spare."""
     stats = jax.devices()[0].memory_stats()
-    if stats is None:
-        raise UserError("--batch max needs a device that reports its memory; give a number")
+    assert stats is not None, "main has looked"
     logits = 4 * 4 * params.embedding_VE.shape[0]
     return max(1, int(0.95 * stats["bytes_limit"] - _bytes(params)) // (_bytes(row.caches) + logits))
 

@@ -26,11 +26,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from arguments import count
 from bandwidth import copy_bandwidth, matmul_rate
 from cases import attention, rest
 from profiler import kernel_times
 
 from kvpop_jax import cli
+from kvpop_jax.errors import UserError
 from pallas_kernels.decode_attention import decode_attention, gpu
 
 _BURST = 5  # programs
@@ -51,6 +53,7 @@ class Case:
         flops: of a run, where they are its ceiling.
         runs: of the operation in a program; None for as many as hide what it takes to start one.
         baseline: the form that computes something else, against which the others' times are held.
+        baseline_flops: of a run of that form.
     """
 
     op: str
@@ -64,6 +67,7 @@ class Case:
     flops: int | None = None
     runs: int | None = None
     baseline: str | None = None
+    baseline_flops: int | None = None
 
 
 @dataclass(frozen=True)
@@ -151,11 +155,19 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ops", default=",".join(CASES), help="comma-separated")
     parser.add_argument("--shapes", default="", help="only shapes whose name contains this, as in 'B 1, C 4096'")
-    parser.add_argument("--bursts", type=int, default=9, help="timed for each form, after one to warm up")
+    parser.add_argument("--bursts", type=count, default=9, help="timed for each form, after one to warm up")
     parser.add_argument("--profile", action="store_true", help="list what each form runs on a GPU, kernel by kernel")
     parser.add_argument("--output", type=Path, help="JSON file to write as well")
     options = parser.parse_args(argv)
+    ops = options.ops.split(",")
+    if unknown := [op for op in ops if op not in CASES]:
+        raise UserError(f"--ops: {', '.join(unknown)} is none of {', '.join(CASES)}")
     real = jax.default_backend() != "cpu"
+    chosen = [case for op in ops for case in CASES[op](real) if options.shapes in case.shape]
+    if not chosen:
+        raise UserError(f"--shapes {options.shapes!r} is part of no shape of {options.ops}")
+    if options.output is not None:
+        cli.check_output(options.output.parent, "--output")
     bandwidth, rate = copy_bandwidth(), matmul_rate()
     print(
         f"{jax.devices()[0].device_kind}, JAX {jax.__version__}; copy {bandwidth / 1e12:.3f} TB/s, bfloat16 product "
@@ -165,7 +177,6 @@ def main(argv: Sequence[str]) -> int:
     print(
         "| op | shape | form | ms | rate | of the ceiling | of dense | of the reference | error |\n" + "|---" * 9 + "|"
     )
-    chosen = [case for op in options.ops.split(",") for case in CASES[op](real) if options.shapes in case.shape]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         waiting = [compile_case(case, pool) for case in chosen]
     rows = []
@@ -178,6 +189,7 @@ def main(argv: Sequence[str]) -> int:
     if options.output is not None:
         about = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "copy_bytes_per_s": bandwidth}
         about |= {"matmul_flops_per_s": rate}
+        options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(json.dumps(about | {"rows": [vars(row) for row in rows]}, indent=2) + "\n")
     return 0
 
@@ -219,9 +231,10 @@ def measure(compiled: Compiled, bandwidth: float, rate: float, bursts: int) -> l
             jax.block_until_ready(state)
             seconds[form].append((time.perf_counter() - start) / (runs * _BURST))
     median = {form: float(np.median(times[1:])) for form, times in seconds.items()}
-    work, unit, ceiling = (case.bytes, "TB/s", bandwidth) if case.flops is None else (case.flops, "TFLOP/s", rate)
+    unit, ceiling = ("TB/s", bandwidth) if case.flops is None else ("TFLOP/s", rate)
     rows = []
     for form in case.forms:
+        work = (case.baseline_flops if form == case.baseline else case.flops) or case.bytes
         speed = work / median[form]
         of_baseline, of_reference = (
             median[form] / median[other] if other in median else None for other in (case.baseline, "reference")

@@ -29,6 +29,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from arguments import count
 from decode import SHAPES
 from jaxtyping import Array, Float
 
@@ -72,12 +73,12 @@ def main(argv: Sequence[str]) -> int:
     real = jax.default_backend() != "cpu"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen3_8b" if real else "tiny", help=f"one of {', '.join(SHAPES)}")
-    parser.add_argument("--length", type=int, default=16_384 if real else 512, help="tokens of a row")
-    parser.add_argument("--batch", type=int, default=1, help="rows")
-    parser.add_argument("--budget", type=int, default=4096 if real else 96, help="entries per KV head")
-    parser.add_argument("--window", type=int, default=256 if real else 16)
+    parser.add_argument("--length", type=count, default=16_384 if real else 512, help="tokens of a row")
+    parser.add_argument("--batch", type=count, default=1, help="rows")
+    parser.add_argument("--budget", type=count, default=4096 if real else 96, help="entries per KV head")
+    parser.add_argument("--window", type=count, default=256 if real else 16)
     parser.add_argument("--query_share", type=float, default=1.0, help="of the queries that the target is taken from")
-    parser.add_argument("--turns", type=int, default=9, help="timed, after one to warm up")
+    parser.add_argument("--turns", type=count, default=9, help="timed, after one to warm up")
     parser.add_argument("--output", type=Path, help="JSON file to write as well")
     options = parser.parse_args(argv)
     if options.shape not in SHAPES:

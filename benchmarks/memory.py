@@ -11,20 +11,22 @@ import time
 from collections.abc import Sequence
 
 import jax
-from training import Shape, abstract_step, add_options, shape_of
+from arguments import counts
+from training import METHODS, Shape, abstract_step, add_options, shape_of
 
 from kvpop_jax import cli
 
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--method", default="kvpop", choices=METHODS)
     add_options(parser)
-    parser.add_argument("--lengths", default="4096,16384,65536", help="tokens of a row, comma-separated")
+    parser.add_argument("--lengths", type=counts, default="4096,16384,65536", help="tokens of a row, comma-separated")
     options = parser.parse_args(argv)
     print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}; MiB a device, one row")
     print("| tokens | method | arguments | temporaries | a token | logits | S x S, a head | compiled in s |")
     print("|---|---|---|---|---|---|---|---|")
-    for length in map(int, options.lengths.split(",")):
+    for length in options.lengths:
         shape: Shape = shape_of(options, length=length)
         begin = time.monotonic()
         memory = abstract_step(shape).compile().memory_analysis()

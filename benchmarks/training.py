@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from arguments import count
 
 from kvpop_jax import cli, sharding
 from kvpop_jax.config import ModelSource, PolicyConfig, TrainConfig
@@ -64,40 +65,40 @@ class Step:
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--method", default="kvpop", help=f"comma-separated, of {', '.join(METHODS)}")
     add_options(parser)
-    parser.add_argument("--length", type=int, default=16_384, help="tokens of a row")
-    parser.add_argument("--batch", type=int, default=1, help="rows of the whole mesh")
-    parser.add_argument("--accumulate", type=int, default=1, help="parts of the batch, one after the other")
+    parser.add_argument("--length", type=count, default=16_384, help="tokens of a row")
+    parser.add_argument("--batch", type=count, default=1, help="rows of the whole mesh")
+    parser.add_argument("--accumulate", type=count, default=1, help="parts of the batch, one after the other")
     parser.add_argument("--mesh", default="", help="fsdp=2, or data=1,fsdp=2,model=1; default: one device")
-    parser.add_argument("--steps", type=int, default=8, help="timed, after two to warm up")
+    parser.add_argument("--steps", type=count, default=8, help="timed, after two to warm up")
     options = parser.parse_args(argv)
     settings = mesh_settings(options.mesh)
     mesh = sharding.global_mesh(settings)
+    given = dict(length=options.length, batch=options.batch, accumulate=options.accumulate)
+    shapes = [shape_of(options, method=method, **given) for method in options.method.split(",")]
+    for shape in shapes:
+        sharding.check(shape.model, mesh, options.batch // options.accumulate)
     sizes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
     print(f"{mesh.size} x {jax.devices()[0].device_kind} ({sizes}), JAX {jax.__version__}; {options.layers} layers")
     print("| method | tokens | rows | ms a step | tokens/s | tokens/s a device | MFU | GiB a device | compiled in s |")
     print("|---|---|---|---|---|---|---|---|---|")
-    for method in options.method.split(","):
-        shape = shape_of(
-            options, method=method, length=options.length, batch=options.batch, accumulate=options.accumulate
-        )
-        sharding.check(shape.model, mesh, options.batch // options.accumulate)
+    for shape in shapes:
         print(measure(shape, mesh, options.steps), flush=True)
     return 0
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What is trained; the defaults are the sizes of Qwen3-0.6B."""
-    parser.add_argument("--method", default="kvpop", help=f"comma-separated, of {', '.join(METHODS)}")
-    parser.add_argument("--layers", type=int, default=28)
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--intermediate", type=int, default=3072)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--kv_heads", type=int, default=8)
-    parser.add_argument("--head_dim", type=int, default=128)
-    parser.add_argument("--vocab", type=int, default=151_936)
-    parser.add_argument("--budget", type=int, default=4096, help="entries per KV head of method kvpop")
-    parser.add_argument("--window", type=int, default=256)
+    parser.add_argument("--layers", type=count, default=28)
+    parser.add_argument("--hidden", type=count, default=1024)
+    parser.add_argument("--intermediate", type=count, default=3072)
+    parser.add_argument("--heads", type=count, default=16)
+    parser.add_argument("--kv_heads", type=count, default=8)
+    parser.add_argument("--head_dim", type=count, default=128)
+    parser.add_argument("--vocab", type=count, default=151_936)
+    parser.add_argument("--budget", type=count, default=4096, help="entries per KV head of method kvpop")
+    parser.add_argument("--window", type=count, default=256)
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"), help="inside a step")
     parser.add_argument("--remat", action=argparse.BooleanOptionalAction, default=True, help="recompute layers")
 

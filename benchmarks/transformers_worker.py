@@ -1,7 +1,7 @@
 """transformers' side of a comparison, in a process of its own: torch and JAX would share threads and memory.
 
     python benchmarks/transformers_worker.py '{"gguf": FILE, "prompt": 128, "tokens": 256}'
-    python benchmarks/transformers_worker.py '{"config": {...}, "cache": 4096, "layers": 12, "steps": 64}'
+    python benchmarks/transformers_worker.py '{"config": {...}, "cache": 4096, "steps": 64}'
 
 Each line on standard input asks for one more run; each run answers with a line of JSON: seconds, for so many tokens.
 """

