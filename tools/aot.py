@@ -16,6 +16,7 @@ import math
 import os
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -68,7 +69,7 @@ CHIPS = {
 }
 
 
-def main(argv: list[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     chip = CHIPS.get(options.topology.split(":")[0])
     if chip is None:
@@ -143,9 +144,11 @@ def train_program(config: TrainConfig, model: ModelConfig, mesh: Any, options: a
     def frozen():
         return stack_layers(init_params(model, jax.random.key(0), dtype))
 
-    integers, flags = (jax.ShapeDtypeStruct((rows, length), kind) for kind in (jnp.int32, jnp.bool))
-    batch = Batch(integers, integers, integers, flags, flags)
-    shapes = tuple(sharding.placed(tree, mesh) for tree in (jax.eval_shape(state), jax.eval_shape(frozen), batch))
+    def batch():
+        integers, flags = (jnp.zeros((rows, length), kind) for kind in (jnp.int32, jnp.bool))
+        return Batch(integers, integers, integers, flags, flags)
+
+    shapes = tuple(sharding.placed(jax.eval_shape(make), mesh) for make in (state, frozen, batch))
     step = make_step(
         distill.distill(model, student, dtype, remat=config.remat),
         optimizers,

@@ -55,7 +55,7 @@ class Report:
 
 def tiny(output: Path, steps: int) -> TrainConfig:
     """A model that compiles in a second and whose steps take milliseconds."""
-    sizes = dict(hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8)
+    sizes = InitConfig(hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8)
     return TrainConfig(
         name="run",
         output_dir=str(output),
@@ -63,7 +63,7 @@ def tiny(output: Path, steps: int) -> TrainConfig:
         steps=steps,
         batch_size=2,
         seq_len=64,
-        model=ModelSource(tokenizer=str(ROOT / "assets" / "qwen3-tiny-math"), init=InitConfig(**sizes)),
+        model=ModelSource(tokenizer=str(ROOT / "assets" / "qwen3-tiny-math"), init=sizes),
         data=DataConfig(source="tiny_math", overlong="truncate"),
         checkpoint=CheckpointConfig(every=5, keep=2),
         log=LogConfig(every=100, tensorboard=False),
