@@ -46,6 +46,6 @@ def vmem_limit(dtype: DTypeLike) -> int | None:
     """VMEM to ask for, in bytes; None is what every chip gives unasked, 16 MiB.
 
     Blocks are sized for bfloat16. The same blocks in float32 take up to 44 MiB, at 16 heads of 256 to a KV head; the
-    smallest of the chips has 64.
+    compilers for v5e, v5p and tpu7x grant what is asked for here.
     """
     return _FLOAT32_VMEM if jnp.dtype(dtype) == jnp.float32 else None
