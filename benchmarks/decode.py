@@ -105,9 +105,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--budget", type=count, default=256, help="entries per KV head")
     parser.add_argument("--window", type=count, default=32)
     parser.add_argument(
-        "--positions", type=counts, default="1024", help="tokens already in the sequence, comma-separated"
+        "--positions", type=counts, help="tokens already in the sequence, comma-separated; default: 1024 or of --length"
     )
-    parser.add_argument("--length", type=count, help="instead of positions: a generation of so many tokens, timed at 8")
+    parser.add_argument("--length", type=count, help="a generation of so many tokens, timed at 8 positions")
     parser.add_argument(
         "--batch", type=batches, default="1", help="batch sizes, comma-separated; max is the largest that fits"
     )
@@ -120,8 +120,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--beside", choices=("transformers",), help="what to time as well, at batch 1")
     parser.add_argument("--output", type=Path, help="JSON file to write as well")
     options = parser.parse_args(argv)
-    if options.length is not None:
-        options.positions = tuple((2 * n + 1) * options.length // 16 for n in range(8))
+    middles = () if options.length is None else tuple((2 * n + 1) * options.length // 16 for n in range(8))
+    options.positions = tuple(sorted({*middles, *(options.positions or ())})) or (1024,)
     names = policies.names() if options.policies == "all" else options.policies.split(",")
     check(names, options)
     config = SHAPES[options.shape]
@@ -139,7 +139,7 @@ def main(argv: Sequence[str]) -> int:
         rows += to_rows(programs, time_all(programs, params, options), read_bytes(config, params), bandwidth, options)
     print(table(rows) + others)
     if options.length is not None:
-        print(generations(rows, options.length))
+        print(generations([row for row in rows if row.position in middles], options.length))
     if options.output is not None:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(json.dumps([vars(row) for row in rows], indent=2) + "\n", encoding="utf-8")

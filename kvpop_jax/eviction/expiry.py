@@ -16,8 +16,8 @@ from pallas_kernels.masked_attention import NEVER
 
 _SIGN = np.uint32(1 << 31)
 _WORD = 32  # bits
-_MOST_BLOCKS = 512  # of a row; its table is at most _MOST_BLOCKS / _WORD times as long as the row
-_LONGEST_COLUMN = 64  # that is summed: GPU compilers take minutes over columns of 128 and more, and seconds over rows
+_MOST_BLOCKS = 512, 2048  # of a row; its table is as many / _WORD times as long as the row
+_LONGEST_COLUMN = 64  # that is summed: GPU compilers take minutes over longer sums of pairs
 
 
 def expiry_from_priority(priority_BKS: Float[Array, "B K S"], layout: TokenLayout, window: int) -> Int[Array, "B K S"]:
@@ -90,10 +90,10 @@ def kth_of_those_before(
         k_BKS: at least 1.
 
     Returns:
-        The values; S or more where there are fewer than k. Memory: bit map and table, together at most 32 S.
+        The values; S or more where there are fewer than k. Memory: bit map and table, together at most 128 S.
     """
     S = x_BKS.shape[-1]
-    L = _WORD * -(-S // (_WORD * _MOST_BLOCKS))
+    L = _block_length(S)
     x_BKnL, least_BKnL, k_BKnL = (_blocks(y_BKS, L, S) for y_BKS in (x_BKS, least_BKS, k_BKS))
     inverse_BKWb = _blocks(inverse_BKS, _WORD, S)
     n, W = x_BKnL.shape[2], inverse_BKWb.shape[2]
@@ -137,6 +137,12 @@ def kth_of_those_before(
     bit_BKnL = _kth_set_bit(inside(word_BKnL), k_BKnL - before_BKnL)
     kth_BKnL = jnp.where(bit_BKnL < _WORD, _WORD * word_BKnL + bit_BKnL, S)
     return kth_BKnL.reshape(*kth_BKnL.shape[:2], -1)[..., :S]
+
+
+def _block_length(S):
+    """The shortest that makes few blocks; where that is too long for the compiler, the shortest that makes more."""
+    few, many = (_WORD * -(-S // (_WORD * most)) for most in _MOST_BLOCKS)
+    return few if few <= _LONGEST_COLUMN else max(many, _LONGEST_COLUMN)
 
 
 def _blocks(x, length, filler):
