@@ -5,6 +5,8 @@ evicted token never returns, and "the first query at which k eligible tokens out
 query comes `window` after the k-th of those that outrank t, counted in the order of the row, or after t itself.
 """
 
+from functools import reduce
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -95,9 +97,15 @@ def kth_of_those_before(
     S = x_BKS.shape[-1]
     L = _block_length(S)
     x_BKnL, least_BKnL, k_BKnL = (_blocks(y_BKS, L, S) for y_BKS in (x_BKS, least_BKS, k_BKS))
-    inverse_BKWb = _blocks(inverse_BKS, _WORD, S)
-    n, W = x_BKnL.shape[2], inverse_BKWb.shape[2]
-    map_BKnW = _word(inverse_BKWb[:, :, None] < L * jnp.arange(n)[:, None, None], jnp.arange(_WORD), axis=-1)
+    inverse_bBKW = jnp.moveaxis(_blocks(inverse_BKS, _WORD, S), -1, 0)
+    n, W = x_BKnL.shape[2], inverse_bBKW.shape[-1]
+    start_n1 = L * jnp.arange(n)[:, None]
+    # Bit by bit: as one sum over bits it is the better part of all the work on a GPU.
+    bits_BKnW = (
+        jnp.where(inverse_BKW[:, :, None] < start_n1, jnp.uint32(1 << b), jnp.uint32(0))
+        for b, inverse_BKW in enumerate(inverse_bBKW)
+    )
+    map_BKnW = reduce(jnp.bitwise_or, bits_BKnW)
     in_word_BKnW = lax.population_count(map_BKnW).astype(jnp.int32)
     table_BKnW = jnp.cumsum(in_word_BKnW, axis=-1) - in_word_BKnW
     at_L = jnp.arange(L)

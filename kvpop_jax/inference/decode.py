@@ -25,12 +25,12 @@ from kvpop_jax.models import (
     ModelConfig,
     apply_layer,
     apply_layers,
-    rms_norm,
     rope_frequencies,
     rope_rotation,
     unembed,
 )
 from kvpop_jax.policies import NewToken, Policy, Prompt, read_prompt
+from pallas_kernels.thin_matmul import rms_norm
 
 TOKENS_AT_ONCE = 8192
 """Tokens of prompts in one matrix product: enough to fill a device, few enough that the feed-forward's hidden layer is

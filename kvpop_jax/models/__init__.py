@@ -20,7 +20,6 @@ from kvpop_jax.models.decoder import (
     forward,
     init_params,
     layer_inputs,
-    rms_norm,
     segment_positions,
     unembed,
 )
@@ -28,7 +27,7 @@ from kvpop_jax.models.gguf import smollm2_path
 from kvpop_jax.models.huggingface import save_model
 from kvpop_jax.models.load import LoadedModel, fingerprint, load_model
 from kvpop_jax.models.module import Decoder
-from kvpop_jax.models.rope import apply_rope, rope_frequencies, rope_rotation
+from kvpop_jax.models.rope import rope_frequencies, rope_rotation
 from kvpop_jax.models.text import Message, Style, chat_text, decode_text, encode_messages, encode_prompt, text_pieces
 from kvpop_jax.models.tokenizer import load_tokenizer
 from kvpop_jax.models.weights import default_dtype
@@ -46,7 +45,6 @@ __all__ = [
     "Style",
     "apply_layer",
     "apply_layers",
-    "apply_rope",
     "chat_text",
     "decode_text",
     "default_dtype",
@@ -58,7 +56,6 @@ __all__ = [
     "layer_inputs",
     "load_model",
     "load_tokenizer",
-    "rms_norm",
     "rope_frequencies",
     "rope_rotation",
     "save_model",

@@ -14,9 +14,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvpop_jax.models.config import ModelConfig
-from kvpop_jax.models.rope import Rotation, apply_rope, rope_rotation
+from kvpop_jax.models.rope import rope_rotation
 from pallas_kernels.masked_attention import masked_attention
 from pallas_kernels.scans import running_max
+from pallas_kernels.split_qkv import Rotation, split_qkv
+from pallas_kernels.thin_matmul import matmul_add, norm_matmul, norm_swiglu, rms_norm
 
 
 @jax.tree_util.register_dataclass
@@ -145,25 +147,21 @@ def layer_inputs(
 ) -> LayerInputs:
     """What a layer's attention reads, from the residual stream that enters the layer; of any tokens, [*T, ...]."""
     tokens = residual.shape[:-1]
-    x = rms_norm(residual, layer.attention_norm_E, config.rms_norm_eps)
     E, K, J, D = layer.qkv_proj.shape
-    qkv = (x @ layer.qkv_proj.reshape(E, -1)).reshape(*tokens, K, J, D)
-    q, k, v = qkv[..., :-2, :].reshape(*tokens, -1, D), qkv[..., -2, :], qkv[..., -1, :]
-    if layer.q_norm_D is not None:
-        q = rms_norm(q, layer.q_norm_D, config.rms_norm_eps)
-    if layer.k_norm_D is not None:
-        k = rms_norm(k, layer.k_norm_D, config.rms_norm_eps)
-    return LayerInputs(x, apply_rope(q, rotation), apply_rope(k, rotation), v)
+    x, qkv = norm_matmul(residual, layer.attention_norm_E, layer.qkv_proj.reshape(E, -1), eps=config.rms_norm_eps)
+    q, k, v = split_qkv(
+        qkv.reshape(*tokens, K, J, D), rotation, layer.q_norm_D, layer.k_norm_D, eps=config.rms_norm_eps
+    )
+    return LayerInputs(x, q, k, v)
 
 
 def after_attention(
     config: ModelConfig, layer: LayerParams, residual: Float[Array, "*T E"], o: Float[Array, "*T H D"]
 ) -> Float[Array, "*T E"]:
     """The residual stream that leaves a layer: attention's output and the feed-forward (SwiGLU) on it."""
-    residual = residual + o.reshape(*residual.shape[:-1], -1) @ layer.o_proj
-    x = rms_norm(residual, layer.mlp_norm_E, config.rms_norm_eps)
-    gate, up = jnp.split(x @ layer.gate_up_proj.reshape(x.shape[-1], -1), 2, axis=-1)
-    return residual + (jax.nn.silu(gate) * up) @ layer.down_proj
+    residual = matmul_add(o.reshape(*residual.shape[:-1], -1), layer.o_proj, residual)
+    hidden = norm_swiglu(residual, layer.mlp_norm_E, layer.gate_up_proj, eps=config.rms_norm_eps)
+    return matmul_add(hidden, layer.down_proj, residual)
 
 
 def _in_turns(f: Callable[..., Any], most: int | None, *of_tokens: Any) -> Any:
@@ -181,13 +179,6 @@ def unembed(config: ModelConfig, params: DecoderParams, hidden: Float[Array, "..
     head_EV = params.embedding_VE.T if config.tie_embeddings else params.head_EV
     assert head_EV is not None, "an untied model has a head"
     return jnp.matmul(hidden, head_EV, preferred_element_type=jnp.promote_types(hidden.dtype, jnp.float32))
-
-
-def rms_norm(x: Float[Array, "... E"], weight_E: Float[Array, "E"], eps: float) -> Float[Array, "... E"]:
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis, in at least float32; keeps the dtype of `x`."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-    return (wide * scale * weight_E).astype(x.dtype)
 
 
 def segment_positions(segment_BT: Int[Array, "B T"]) -> Int[Array, "B T"]:

@@ -4,13 +4,11 @@ import math
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 from numpy.typing import NDArray
 
 from kvpop_jax.models.config import ModelConfig, RopeScaling
-
-Rotation = tuple[Float[Array, "*T D2"], Float[Array, "*T D2"]]
-"""Cosine and sine of every position's D/2 angles."""
+from pallas_kernels.split_qkv import Rotation
 
 
 def rope_frequencies(config: ModelConfig) -> NDArray[np.float64]:
@@ -41,10 +39,3 @@ def rope_rotation(config: ModelConfig, position_BT: Int[Array, "B T"], dtype: jn
     frequency_D2 = jnp.asarray(rope_frequencies(config), angle_dtype)
     angle_BTD2 = position_BT[..., None].astype(angle_dtype) * frequency_D2
     return jnp.cos(angle_BTD2), jnp.sin(angle_BTD2)
-
-
-def apply_rope(x: Float[Array, "*T H D"], rotation: Rotation) -> Float[Array, "*T H D"]:
-    """Rotate the pairs (i, i + D/2) of every head by the position's angles; keeps the dtype of `x`."""
-    cos, sin = (table[..., None, :] for table in rotation)
-    first, second = jnp.split(x.astype(cos.dtype), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

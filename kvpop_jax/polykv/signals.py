@@ -25,13 +25,13 @@ from kvpop_jax.models import (
     ModelConfig,
     apply_layer,
     layer_inputs,
-    rms_norm,
     rope_frequencies,
     rope_rotation,
     unembed,
 )
 from kvpop_jax.policies import NewToken, Policy, Prompt, read_prompt
 from pallas_kernels import masked_attention
+from pallas_kernels.thin_matmul import rms_norm
 
 
 @jax.tree_util.register_dataclass

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvpop_jax.models import ModelConfig, RopeScaling, apply_rope, rope_frequencies, rope_rotation
+from kvpop_jax.models import ModelConfig, RopeScaling, rope_frequencies, rope_rotation
+from pallas_kernels.split_qkv import apply_rope
 
 CONFIG = ModelConfig(
     family="llama",
