@@ -1,9 +1,10 @@
-"""The five operations KVpop-JAX is built on, one folder each: `api`, `reference`, and a kernel per platform.
+"""The six operations KVpop-JAX is built on, one folder each: `api`, `reference`, and a kernel per platform.
 
 - `masked_attention`: attention under per-token expiry, with a differentiable log-sum-exp.
 - `received_log_mass`: the attention every key receives from later queries, without a dense map.
 - `mlstm_chunkwise`: the matrix memory of the scorers, in linear time.
 - `scorer_step`: one token's work of the recurrent scorer, in decoding.
+- `take_slot`: the slot that a new token takes in a bounded cache, in decoding.
 - `decode_attention`: one query against the slots of a bounded cache, the new row written in place.
 
 The reference of an operation is plain JAX: right, readable, generic over dtypes up to float64 and bounded in memory.
@@ -15,6 +16,7 @@ from pallas_kernels.masked_attention import NEVER, masked_attention
 from pallas_kernels.mlstm_chunkwise import MLSTMState, mlstm_chunkwise, mlstm_step
 from pallas_kernels.received_log_mass import received_log_mass
 from pallas_kernels.scorer_step import ScorerWeights, scorer_step
+from pallas_kernels.take_slot import take_slot
 
 __all__ = [
     "NEVER",
@@ -26,4 +28,5 @@ __all__ = [
     "mlstm_step",
     "received_log_mass",
     "scorer_step",
+    "take_slot",
 ]
