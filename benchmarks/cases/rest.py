@@ -135,9 +135,9 @@ def policy_step_cases(real: bool) -> Iterator[Fields]:
             q_BHD, cache, k_BKD, v_BKD, hidden_BE, position_B, params = arguments
             unused_B = jnp.zeros_like(position_B)
             rotation_D2 = jnp.zeros(D // 2)
-            new = NewToken(
-                unused_B, position_B, unused_B + _SINKS, unused_B, hidden_BE, q_BHD, k_BKD, v_BKD, 0, rotation_D2
-            )
+            tensors = hidden_BE, q_BHD, k_BKD, v_BKD
+            own_B = jnp.full(position_B.shape, True)
+            new = NewToken(unused_B, position_B, unused_B + _SINKS, own_B, unused_B, *tensors, 0, rotation_D2)
             o_BHD, cache = policy.step(params, cache, new, plan)
             return o_BHD, cache, position_B + 1
 
