@@ -145,6 +145,7 @@ CASES: dict[str, Callable[[bool], Iterable[Case]]] = {
     "decode_attention": decode_attention_cases,
     "cutoff_expiry": lambda real: (Case(**fields) for fields in rest.cutoff_expiry_cases(real)),
     "mlstm_chunkwise": lambda real: (Case(**fields) for fields in rest.mlstm_chunkwise_cases(real)),
+    "take_slot": lambda real: (Case(**fields) for fields in rest.take_slot_cases(real)),
     "policy_step": lambda real: (Case(**fields) for fields in rest.policy_step_cases(real)),
     "masked_attention": lambda real: (Case(**fields) for fields in attention.masked_attention_cases(real)),
     "received_log_mass": lambda real: (Case(**fields) for fields in attention.received_log_mass_cases(real)),

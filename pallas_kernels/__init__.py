@@ -4,6 +4,7 @@
 - `received_log_mass`: the attention every key receives from later queries, without a dense map.
 - `mlstm_chunkwise`: the matrix memory of the scorers, in linear time.
 - `scorer_step`: one token's work of the recurrent scorer, in decoding.
+- `take_slot`: the slot that a new token takes in a bounded cache, in decoding.
 - `decode_attention`: one query against the slots of a bounded cache, the new row written in place.
 - `thin_matmul`: the large products of a layer, with the norm, gate or residual beside each, for few rows.
 - `split_qkv`: queries, keys and values of every head from a fused projection, normed and rotated.
@@ -18,6 +19,7 @@ from pallas_kernels.mlstm_chunkwise import MLSTMState, mlstm_chunkwise, mlstm_st
 from pallas_kernels.received_log_mass import received_log_mass
 from pallas_kernels.scorer_step import ScorerWeights, scorer_step
 from pallas_kernels.split_qkv import split_qkv
+from pallas_kernels.take_slot import take_slot
 from pallas_kernels.thin_matmul import matmul_add, norm_matmul, norm_swiglu
 
 __all__ = [
@@ -34,4 +36,5 @@ __all__ = [
     "received_log_mass",
     "scorer_step",
     "split_qkv",
+    "take_slot",
 ]

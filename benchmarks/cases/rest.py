@@ -18,6 +18,8 @@ from kvpop_jax.scorers import MLSTMSettings, ScorerDims, mlstm_scorer
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.masked_attention import masked_attention
 from pallas_kernels.mlstm_chunkwise import mlstm_chunkwise
+from pallas_kernels.take_slot import gpu as take_slot_gpu
+from pallas_kernels.take_slot import take_slot
 
 Arguments = tuple[Any, ...]
 Fields = dict[str, Any]
@@ -109,6 +111,31 @@ def mlstm_chunkwise_cases(real: bool) -> Iterator[Fields]:
     )  # fmt: skip
 
 
+def take_slot_cases(real: bool) -> Iterator[Fields]:
+    """The books of a step, of full caches: batches, and the slots of a head from which one thread block is too few."""
+    K, window = (8, 256) if real else (2, 8)
+    for B, C in ((1, 4032), (1, 4096), (32, 4096), (1, 16_384), (32, 16_384), (1, 65_536)) if real else ((2, 64),):
+
+        def inputs(seed: int, B: int = B, C: int = C) -> Arguments:
+            keys = jax.random.split(jax.random.key(seed))
+            position_BKC = jnp.tile(jnp.arange(C, dtype=jnp.int32), (B, K, 1))
+            priority_BKC = jnp.where(position_BKC < C - window, jax.random.normal(keys[0], (B, K, C)), jnp.inf)
+            numbers = position_BKC, priority_BKC, jnp.zeros((B, K, window), jnp.int32)
+            rows = jnp.full(B, C), jnp.full(B, _SINKS), jnp.full(B, True)
+            return *numbers, jax.random.normal(keys[1], (B, K)), *rows
+
+        def run(*arguments: Any, form: str) -> Arguments:
+            return *take_slot(*arguments, backend=form), arguments[4] + 1
+
+        arguments = jax.eval_shape(inputs, 0)
+        taken = jax.default_backend() == "gpu" and take_slot_gpu.refuses(*arguments) is None
+        yield dict(
+            op="take_slot", shape=f"B {B}, C {C}, K {K}", inputs=inputs, carry={0: 0, 1: 1, 2: 2, 4: 4},
+            forms=("gpu", "reference") if taken else ("reference",), run=run,
+            reference=lambda *arguments: take_slot(*arguments, backend="reference")[0], bytes=8 * B * K * C,
+        )  # fmt: skip
+
+
 def policy_step_cases(real: bool) -> Iterator[Fields]:
     """One layer's step under KVpop; and beside it its attention alone: what is left is the policy's work."""
     K, G, D, E, window = (8, 4, 128, 4096, 256) if real else (2, 4, 64, 64, 8)
@@ -135,9 +162,9 @@ def policy_step_cases(real: bool) -> Iterator[Fields]:
             q_BHD, cache, k_BKD, v_BKD, hidden_BE, position_B, params = arguments
             unused_B = jnp.zeros_like(position_B)
             rotation_D2 = jnp.zeros(D // 2)
-            new = NewToken(
-                unused_B, position_B, unused_B + _SINKS, unused_B, hidden_BE, q_BHD, k_BKD, v_BKD, 0, rotation_D2
-            )
+            tensors = hidden_BE, q_BHD, k_BKD, v_BKD
+            own_B = jnp.full(position_B.shape, True)
+            new = NewToken(unused_B, position_B, unused_B + _SINKS, own_B, unused_B, *tensors, 0, rotation_D2)
             o_BHD, cache = policy.step(params, cache, new, plan)
             return o_BHD, cache, position_B + 1
 

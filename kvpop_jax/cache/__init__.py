@@ -6,20 +6,17 @@
 
 from kvpop_jax.cache.budget import CachePlan, cache_dtype_of, entry_bytes, plan_cache
 from kvpop_jax.cache.layer import (
-    CLOSED,
-    EMPTY,
-    PROTECTED,
     LayerCache,
     Leaving,
     cache_from_prompt,
-    choose_victim,
+    empty_slot,
     leaving_token,
     live_entries,
     place,
-    replace_priority,
     survived,
     weakest,
 )
+from pallas_kernels.take_slot import CLOSED, EMPTY, PROTECTED
 
 __all__ = [
     "CLOSED",
@@ -30,13 +27,12 @@ __all__ = [
     "Leaving",
     "cache_dtype_of",
     "cache_from_prompt",
-    "choose_victim",
+    "empty_slot",
     "entry_bytes",
     "leaving_token",
     "live_entries",
     "place",
     "plan_cache",
-    "replace_priority",
     "survived",
     "weakest",
 ]

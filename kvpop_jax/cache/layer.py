@@ -10,12 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvpop_jax.cache.budget import CachePlan
 from pallas_kernels.rows import Rows, read_rows, to_rows
-
-PROTECTED = jnp.inf
-"""Priority of a token that may not be evicted: in the window, a sink, or pinned."""
-
-EMPTY, CLOSED = -1, -2
-"""Positions of slots without a token: one that the next may take, and one that fills the buffer only."""
+from pallas_kernels.take_slot import CLOSED, EMPTY, weakest_slot
 
 
 @partial(
@@ -32,7 +27,8 @@ class LayerCache:
         position_BKC: position of the token in each slot; negative without one: `EMPTY`, or `CLOSED` where none may be.
         priority_BKC: float32; the lowest goes first. `PROTECTED` while a token may not be evicted, unless the policy
             reads that off its position.
-        ring_BKW: slot of position `p` at `p mod w`, for the `w` tokens of the window.
+        ring_BKW: slot of position `p` at `p mod w`, for the `w` tokens of the window; kept up by `take_slot`, for the
+            policies that ask which token leaves the window.
         state: whatever the policy keeps beside.
     """
 
@@ -44,16 +40,15 @@ class LayerCache:
     state: Any
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["slot_BK", "position_B", "k_BKD", "v_BKD"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Leaving:
     """The token that leaves the window as a new one arrives.
 
-    Its position is negative while there is none. A head that no longer holds it (the prompt may have been cut by
-    another policy) has a slot past the last one, and zeros.
+    Its position is negative while there is none. Where a head no longer holds it (the prompt may have been cut by
+    another policy) there are zeros.
     """
 
-    slot_BK: Int[Array, "B K"]
     position_B: Int[Array, "B"]
     k_BKD: Float[Array, "B K D"]
     v_BKD: Float[Array, "B K D"]
@@ -70,24 +65,7 @@ def leaving_token(cache: LayerCache, position_B: Int[Array, "B"]) -> Leaving:
     k_BKD, v_BKD = (
         jnp.where(held_BK[..., None], read_rows(jax.tree.map(row, x)), 0) for x in (cache.k_BKCD, cache.v_BKCD)
     )
-    return Leaving(jnp.where(held_BK, slot_BK, slots), leaving_B, k_BKD, v_BKD)
-
-
-def replace_priority(
-    cache: LayerCache, slot_BK: Int[Array, "B K"], priority_BK: Float[Array, "B K"], where_B: Bool[Array, "B"]
-) -> LayerCache:
-    """Gives the token in `slot` its priority, in the rows marked by `where`."""
-    slots = cache.position_BKC.shape[-1]
-    chosen_BKC = (jnp.arange(slots) == slot_BK[..., None]) & where_B[:, None, None]
-    priority_BKC = priority_BK[..., None].astype(cache.priority_BKC.dtype)
-    return replace(cache, priority_BKC=jnp.where(chosen_BKC, priority_BKC, cache.priority_BKC))
-
-
-def choose_victim(cache: LayerCache) -> Int[Array, "B K"]:
-    """The slot that the next row takes: an empty one, else the weakest."""
-    key_BKC = jnp.where(cache.position_BKC < 0, jnp.inf, cache.priority_BKC)
-    key_BKC = jnp.where(cache.position_BKC == EMPTY, -jnp.inf, key_BKC)
-    return _lowest(key_BKC, cache.position_BKC)
+    return Leaving(leaving_B, k_BKD, v_BKD)
 
 
 def weakest(priority_BKC: Float[Array, "B K C"], position_BKC: Int[Array, "B K C"]) -> Int[Array, "B K"]:
@@ -95,21 +73,35 @@ def weakest(priority_BKC: Float[Array, "B K C"], position_BKC: Int[Array, "B K C
 
     Of equal priorities the younger token goes, as in `ranks`, where the older one ranks first.
     """
-    return _lowest(jnp.where(position_BKC < 0, jnp.inf, priority_BKC), position_BKC)
+    return weakest_slot(jnp.where(position_BKC < 0, jnp.inf, priority_BKC), position_BKC)
 
 
-def place(cache: LayerCache, slot_BK: Int[Array, "B K"], position_B: Int[Array, "B"]) -> LayerCache:
-    """Records that the token at `position` now lives in `slot`, protected by the window. Its k and v are written by
-    `decode_attention`."""
-    chosen_BKC = jnp.arange(cache.position_BKC.shape[-1]) == slot_BK[..., None]
-    window = cache.ring_BKW.shape[-1]
-    at_BKW = jnp.arange(window) == (position_B % max(window, 1))[:, None, None]
-    return replace(
-        cache,
-        position_BKC=jnp.where(chosen_BKC, position_B[:, None, None], cache.position_BKC),
-        priority_BKC=jnp.where(chosen_BKC, PROTECTED, cache.priority_BKC),
-        ring_BKW=jnp.where(at_BKW, slot_BK[..., None], cache.ring_BKW),
+def empty_slot(cache: LayerCache) -> Int[Array, "B K"]:
+    """The first slot that is empty; 0 in a head without one."""
+    return jnp.argmax(cache.position_BKC == EMPTY, axis=-1)
+
+
+def place(
+    cache: LayerCache,
+    slot_BK: Int[Array, "B K"],
+    position_B: Int[Array, "B"],
+    priority_B: Float[Array, "B"],
+    own_B: Bool[Array, "B"],
+) -> tuple[LayerCache, Int[Array, "B K"]]:
+    """Records that the token at `position` now lives in `slot`, in the rows marked by `own`; not in the ring.
+
+    Returns:
+        The cache, and where `decode_attention` is to write k and v: in the other rows past the last slot, which is
+        nowhere.
+    """
+    slots = cache.position_BKC.shape[-1]
+    slot_BK = jnp.where(own_B[:, None], slot_BK, slots)
+    chosen_BKC = jnp.arange(slots) == slot_BK[..., None]
+    position_BKC, priority_BKC = (
+        jnp.where(chosen_BKC, new_B[:, None, None].astype(old_BKC.dtype), old_BKC)
+        for new_B, old_BKC in ((position_B, cache.position_BKC), (priority_B, cache.priority_BKC))
     )
+    return replace(cache, position_BKC=position_BKC, priority_BKC=priority_BKC), slot_BK
 
 
 def cache_from_prompt(
@@ -156,11 +148,6 @@ def survived(cache: LayerCache, length_B: Int[Array, "B"]) -> Float[Array, "B"]:
     """Share of the first `length` tokens that are still cached, averaged over the KV heads."""
     kept_BKC = (cache.position_BKC >= 0) & (cache.position_BKC < length_B[:, None, None])
     return kept_BKC.sum(-1).mean(-1) / length_B
-
-
-def _lowest(key_BKC: Array, position_BKC: Array) -> Array:
-    lowest_BKC = key_BKC == jnp.min(key_BKC, axis=-1, keepdims=True)
-    return jnp.argmax(jnp.where(lowest_BKC, position_BKC, CLOSED - 1), axis=-1)
 
 
 def _gather(x_BKS: Array, token_BKC: Array) -> Array:

@@ -69,8 +69,8 @@ class DecodeState:
         position_B: its position.
         prompt_B: length of its prompt.
         seed_B: the row's random stream.
-        done_B: rows that have emitted a stop token. They go on computing, and what they emit is dropped; which tokens
-            their caches hold is not written down any more.
+        done_B: rows that have emitted a stop token. They go on computing, and what they emit is dropped; their caches
+            keep the tokens that they have.
         usage: what each row's own tokens made of its caches, counted between dispatches.
     """
 
@@ -199,9 +199,13 @@ def decode_step(
     token_B: Int[Array, "B"],
     position_B: Int[Array, "B"],
     prompt_B: Int[Array, "B"],
+    own_B: Bool[Array, "B"],
     seed_B: Int[Array, "B"],
 ) -> tuple[Float[Array, "B V"], list[LayerCache]]:
-    """Feeds one token per row; gives the logits of the next one and the new caches."""
+    """Feeds one token per row; gives the logits of the next one and the new caches.
+
+    The step is for the rows marked by `own`: the logits of others mean nothing, their caches keep the tokens they have.
+    """
     frequency_D2 = jnp.asarray(rope_frequencies(setup.config), jnp.float32)
 
     def attend(layer: int, inputs: LayerInputs) -> tuple[Float[Array, "B 1 H D"], LayerCache]:
@@ -210,6 +214,7 @@ def decode_step(
             token_B,
             position_B,
             _pinned(setup, plan, prompt_B),
+            own_B,
             seed_B,
             inputs.hidden_BTE[:, 0],
             inputs.q_BTHD[:, 0],
@@ -270,15 +275,13 @@ def decode_steps(
     """
 
     def one(state: DecodeState, _: None) -> tuple[DecodeState, tuple[Array, Array]]:
-        logits_BV, caches = decode_step(
-            setup, params, scorers, state.caches, state.token_B, state.position_B, state.prompt_B, state.seed_B
-        )
+        # Other rows may need more steps than this one, and steps come in batches: those are not the row's own.
+        own_B = ~state.done_B & (state.position_B - state.prompt_B < sampling.max_new_tokens)
+        rows = state.token_B, state.position_B, state.prompt_B, own_B, state.seed_B
+        logits_BV, caches = decode_step(setup, params, scorers, state.caches, *rows)
         position_B = state.position_B + 1
         token_B, log_prob_B = sample(logits_BV, state.seed_B, position_B, sampling)
         done_B = state.done_B | _stops(setup, token_B, sampling)
-        # Other rows may need more steps than this one, and steps come in batches: those are not the row's own.
-        own_B = ~state.done_B & (state.position_B - state.prompt_B < sampling.max_new_tokens)
-        caches = [_move_on(own_B, *each) for each in zip(state.caches, caches, strict=True)]
         following = replace(
             state, caches=caches, token_B=token_B, log_prob_B=log_prob_B, position_B=position_B, done_B=done_B
         )
@@ -314,12 +317,6 @@ def higher_usage(before: CacheUsage, now: CacheUsage) -> CacheUsage:
         peak_mean_BN=jnp.maximum(before.peak_mean_BN, now.peak_mean_BN),
         survival_B=now.survival_B,
     )
-
-
-def _move_on(own_B: Bool[Array, "B"], before: LayerCache, after: LayerCache) -> LayerCache:
-    """The cache after a step; which tokens it holds only changes in rows whose own step it was."""
-    position_BKC = jnp.where(own_B[:, None, None], after.position_BKC, before.position_BKC)
-    return replace(after, position_BKC=position_BKC)
 
 
 def _pinned(setup, plan, prompt_B):

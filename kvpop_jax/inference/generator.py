@@ -270,9 +270,8 @@ class Generator:
         yield logits_BV
         for t in range(prompt_length, T - 1):
             position_B = jnp.full(B, t, jnp.int32)
-            logits_BV, caches = step(
-                self.model.params, self.layer_scorers, caches, text_BT[:, t], position_B, length_B, seed_B
-            )
+            rows = text_BT[:, t], position_B, length_B, np.full(B, True), seed_B
+            logits_BV, caches = step(self.model.params, self.layer_scorers, caches, *rows)
             now = _usage(caches, length_B)
             usage = _higher(usage, now)
             yield logits_BV

@@ -22,7 +22,7 @@ def make(settings: PolicySettings) -> Policy:
         return jnp.zeros((B, K, S), jnp.float32), ()
 
     def recurrent(_, state, new, leaving, plan):
-        return state, jnp.zeros(leaving.slot_BK.shape, jnp.float32)
+        return state, jnp.zeros(new.k_BKD.shape[:2], jnp.float32)
 
     form = expiry_policy("dense", PolicySettings(sinks=0, window=1), parallel, recurrent)
     return replace(form, prefill=lambda _, prompt, plan: (full_attention(prompt), keep_all(prompt)))

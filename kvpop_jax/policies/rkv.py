@@ -63,7 +63,7 @@ def make(settings: PolicySettings) -> Policy:
         at_W1 = (jnp.arange(window) == (new.position_B % window)[:, None])[:, None, :, None]
         query_BHWD = jnp.where(at_W1, new.q_BHD[:, :, None], read_rows(kept_queries))
         cache = replace(cache, state=(to_rows(query_BHWD, plan.rows), steps_B + 1))
-        due_B = (steps_B + 1) % methods.rkv_interval == 0
+        due_B = ((steps_B + 1) % methods.rkv_interval == 0) & new.own_B
 
         def compress(cache):
             position_BKC = cache.position_BKC

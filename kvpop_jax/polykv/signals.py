@@ -140,8 +140,8 @@ def _attend_under(
     def step(cache, token):
         position, token_B, *tensors = token
         batch = token_B.shape
-        pinned_B = jnp.full(batch, plan.sinks)
-        new = NewToken(token_B, jnp.full(batch, position), pinned_B, seed_B, *tensors, layer, frequency_D2)
+        position_B, pinned_B, own_B = jnp.full(batch, position), jnp.full(batch, plan.sinks), jnp.full(batch, True)
+        new = NewToken(token_B, position_B, pinned_B, own_B, seed_B, *tensors, layer, frequency_D2)
         o_BHD, cache = policy.step(own, cache, new, plan)
         return cache, o_BHD
 

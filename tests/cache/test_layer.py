@@ -12,49 +12,18 @@ from kvpop_jax.cache import (
     CachePlan,
     LayerCache,
     cache_from_prompt,
-    choose_victim,
     leaving_token,
     live_entries,
     place,
     plan_cache,
-    replace_priority,
     survived,
 )
+from pallas_kernels.rows import write_rows
+from pallas_kernels.take_slot import take_slot
 
 B, K, D, WINDOW = 3, 2, 4, 5
 PLAN = plan_cache("p", 12, sinks=2, window=WINDOW, state_bytes=0, entry_bytes=1)
 C, S = PLAN.slots, 20
-
-
-def make_cache(position_BKC, priority_BKC) -> LayerCache:
-    position_BKC = np.asarray(position_BKC, np.int32)
-    rows_BKCD = np.zeros((*position_BKC.shape, D), np.float32)
-    ring_BKW = np.zeros((*position_BKC.shape[:2], WINDOW), np.int32)
-    return LayerCache(rows_BKCD, rows_BKCD, position_BKC, np.asarray(priority_BKC, np.float32), ring_BKW, ())
-
-
-def victim_by_hand(position_C, priority_C) -> int:
-    """An empty slot, else the lowest priority, the youngest of those."""
-    empty = [slot for slot, position in enumerate(position_C) if position < 0]
-    return min(empty or range(len(position_C)), key=lambda slot: (priority_C[slot], -position_C[slot]))
-
-
-@pytest.mark.core
-def test_the_victim_is_an_empty_slot_else_the_youngest_of_the_lowest_priorities():
-    rng = np.random.default_rng(0)
-    shape_BKC = (64, K, 7)
-    position_BKC = rng.permuted(np.broadcast_to(np.arange(7), shape_BKC), axis=-1)
-    priority_BKC = rng.choice([-1.5, 0.0, 2.0, np.inf], size=shape_BKC)
-    position_BKC[:16, :, 2] = -1
-    priority_BKC[:8, :, 2] = np.inf  # what an emptied slot was worth means nothing
-    priority_BKC[16:24] = 1.0  # nothing but ties
-    priority_BKC[24:32] = np.inf  # nothing but protected tokens
-    victim_BK = np.asarray(jax.jit(choose_victim)(make_cache(position_BKC, priority_BKC)))
-    for row, head in np.ndindex(*victim_BK.shape):
-        assert victim_BK[row, head] == victim_by_hand(position_BKC[row, head], priority_BKC[row, head])
-    unprotected_BK = (priority_BKC < PROTECTED).any(-1) & (position_BKC >= 0).all(-1)
-    chosen_BK = np.take_along_axis(priority_BKC, victim_BK[..., None], axis=-1)[..., 0]
-    assert np.all(chosen_BK[unprotected_BK] < PROTECTED)
 
 
 @partial(jax.jit, static_argnums=3)
@@ -100,9 +69,12 @@ def test_the_cache_of_a_prompt_holds_its_survivors_and_knows_its_window():
 @jax.jit
 def arrive(cache, position_B, priority_BK):
     leaving = leaving_token(cache, position_B)
-    cache = replace_priority(cache, leaving.slot_BK, priority_BK, leaving.position_B >= PLAN.sinks)
-    slot_BK = choose_victim(cache)
-    return leaving, place(cache, slot_BK, position_B)
+    pinned_B, own_B = jnp.full(B, PLAN.sinks), jnp.full(B, True)
+    numbers = cache.position_BKC, cache.priority_BKC, cache.ring_BKW
+    *numbers, slot_BK = take_slot(*numbers, priority_BK, position_B, pinned_B, own_B)
+    row_BKD = jnp.broadcast_to(position_B[:, None, None], (B, K, D)).astype(jnp.float32)
+    k_BKCD, v_BKCD = (write_rows(old, slot_BK, new) for old, new in ((cache.k_BKCD, row_BKD), (cache.v_BKCD, -row_BKD)))
+    return leaving, LayerCache(k_BKCD, v_BKCD, *numbers, ())
 
 
 @pytest.mark.core
@@ -114,12 +86,11 @@ def test_the_ring_finds_the_leaving_token_over_more_than_two_windows(plan):
     rng = np.random.default_rng(1)
     for step in range(3 * WINDOW + C):
         position_B = length_B + step
-        before_BKC = np.asarray(cache.position_BKC)
         leaving, cache = arrive(cache, position_B, rng.integers(0, 3, size=(B, K)).astype(np.float32))
         np.testing.assert_array_equal(leaving.position_B, position_B - WINDOW)
-        left_BK = np.take_along_axis(before_BKC, np.asarray(leaving.slot_BK)[..., None], axis=-1)[..., 0]
         for row in np.flatnonzero(position_B >= WINDOW):
-            np.testing.assert_array_equal(left_BK[row], position_B[row] - WINDOW)
+            np.testing.assert_array_equal(leaving.k_BKD[row], position_B[row] - WINDOW)
+            np.testing.assert_array_equal(leaving.v_BKD[row], WINDOW - position_B[row])
         # Nothing protected is ever lost, no slot holds what another holds, none beyond the plan exists.
         position_BKC, priority_BKC = jax.device_get((cache.position_BKC, cache.priority_BKC))
         for row, head in np.ndindex(B, K):
@@ -131,16 +102,26 @@ def test_the_ring_finds_the_leaving_token_over_more_than_two_windows(plan):
             assert {int(p) for p in position_BKC[row, head, protected] if p >= PLAN.sinks} <= set(window)
 
 
-def test_a_priority_is_replaced_in_its_slot_and_in_the_marked_rows_only():
-    cache = make_cache(np.broadcast_to(np.arange(C), (B, K, C)), np.zeros((B, K, C)))
-    slot_BK = np.array([[0, 3], [1, 1], [2, 4]])
-    got_BKC = replace_priority(cache, slot_BK, jnp.full((B, K), 7.0), np.array([True, False, True])).priority_BKC
-    wanted_BKC = np.zeros((B, K, C))
-    wanted_BKC[0, [0, 1], [0, 3]] = wanted_BKC[2, [0, 1], [2, 4]] = 7
-    np.testing.assert_array_equal(got_BKC, wanted_BKC)
+def test_a_token_is_placed_in_the_rows_whose_own_it_is_only():
+    cache = compact(*prompt(np.array([1, 4, 19])), np.array([1, 4, 19]), PLAN)
+    slot_BK, position_B, own_B = (
+        np.array([[5, 3], [1, 6], [2, 4]]),
+        np.array([50, 60, 70]),
+        np.array([True, False, True]),
+    )
+    got, where_BK = place(cache, slot_BK, position_B, jnp.array([7.0, 8.0, 9.0]), own_B)
+    np.testing.assert_array_equal(where_BK, [[5, 3], [C, C], [2, 4]])
+    for field, new_B in (("position_BKC", position_B), ("priority_BKC", [7, 8, 9])):
+        wanted_BKC = np.array(getattr(cache, field))
+        for row, head in np.ndindex(B, K):
+            if own_B[row]:
+                wanted_BKC[row, head, slot_BK[row, head]] = new_B[row]
+        np.testing.assert_array_equal(getattr(got, field), wanted_BKC)
 
 
 def test_float64_priorities_do_not_change_the_dtype_of_the_cache(float64):
-    cache = make_cache(np.broadcast_to(np.arange(C), (B, K, C)), np.zeros((B, K, C)))
-    changed = replace_priority(cache, np.zeros((B, K), int), jnp.full((B, K), 0.1, jnp.float64), np.ones(B, bool))
-    assert changed.priority_BKC.dtype == jnp.float32
+    cache = compact(*prompt(np.array([1, 4, 19])), np.array([1, 4, 19]), PLAN)
+    wide_B = jnp.full(B, 0.1, jnp.float64)
+    assert (
+        place(cache, np.zeros((B, K), int), np.arange(B), wide_B, np.ones(B, bool))[0].priority_BKC.dtype == "float32"
+    )

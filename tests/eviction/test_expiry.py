@@ -58,7 +58,7 @@ def test_expiry_is_a_cache_that_deletes_at_any_length(length):
 @pytest.mark.parametrize("length", [1, 32, 33, 1090])
 @pytest.mark.parametrize("longest_column", [1, 1000])
 def test_the_kth_before_is_that_of_the_sorted_entries(length, longest_column, monkeypatch):
-    monkeypatch.setattr(expiry, "_MOST_BLOCKS", 8)  # the longest in blocks of several words
+    monkeypatch.setattr(expiry, "_MOST_BLOCKS", (8, 8))  # the longest in blocks of several words
     monkeypatch.setattr(expiry, "_LONGEST_COLUMN", longest_column)
     rng = np.random.default_rng(length)
     x_BKS = rng.permuted(np.tile(np.arange(length, dtype=np.int32), (2, HEADS, 1)), axis=-1)
@@ -131,3 +131,9 @@ def test_no_map_of_queries_by_keys_is_made():
     priority_BKS = jax.ShapeDtypeStruct((1, 1, S), jnp.float32)
     compiled = jax.jit(partial(expiry_from_priority, window=256)).lower(priority_BKS, layout).compile()
     assert compiled.memory_analysis().temp_size_in_bytes <= S * S // 8
+
+
+def test_long_rows_have_more_blocks_before_they_have_longer_ones():
+    """Compilers for GPUs take minutes over sums of more than 64 pairs."""
+    assert [expiry._block_length(S) for S in (1, 16_384, 32_768, 65_536, 131_072)] == [32, 32, 64, 64, 64]
+    assert expiry._block_length(1 << 20) == 512

@@ -75,8 +75,9 @@ def cached_logits(names, params, scorers, token_BT):
 
         def read_token(layer, inputs):
             pinned_B = jnp.maximum(PINNED_PROMPT_B, plans[layer].sinks)
-            tensors = inputs.hidden_BTE, inputs.q_BTHD, inputs.k_BTKD, inputs.v_BTKD
-            new = NewToken(token_B, position_B, pinned_B, seed_B, *(x[:, 0] for x in tensors), layer, FREQUENCY_D2)
+            own_B = jnp.full(len(token_B), True)
+            tensors = (x[:, 0] for x in (inputs.hidden_BTE, inputs.q_BTHD, inputs.k_BTKD, inputs.v_BTKD))
+            new = NewToken(token_B, position_B, pinned_B, own_B, seed_B, *tensors, layer, FREQUENCY_D2)
             o_BHD, cache = policies[layer].step(scorers[layer], caches[layer], new, plans[layer])
             return o_BHD[:, None], cache
 

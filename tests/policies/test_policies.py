@@ -27,6 +27,7 @@ FREQUENCY_D2 = unscaled_frequencies(DIM, 100.0)
 LENGTH_B = np.array([1, 9, 16, 27, 32, 32, 5, 1])
 TIED, PINNED_B = 4, np.where(np.arange(8) < 6, 0, LENGTH_B)
 SEED_B = np.arange(8) + 3
+ALL_STEPS_B = np.full(8, NEW)
 PAIRS = ["dense+h2o", "adakv+d2o", "tova+cam", "keydiff+knorm"]
 CORE = ("h2o", "snapkv")
 
@@ -53,14 +54,14 @@ def lay_out(length_B, pinned_B, sinks, pool):
 
 @cache
 def compiled(name: str, groups: int):
-    """Plan, and the whole of one layer: rows of q, k, v, length, pinned, seed -> outputs and positions."""
+    """Plan, and the whole of one layer: rows of q, k, v, length, pinned, seed, steps -> outputs and positions."""
     config = replace(CONFIG, num_heads=groups * KV_HEADS, num_kv_heads=KV_HEADS, head_dim=DIM)
     policy = policies.make(name, SETTINGS)
     plan = policy.plan(BUDGET, config, ENTRY_BYTES).aligned(1 if groups == 1 else 7)  # Closed slots change nothing.
     frequency_D2 = FREQUENCY_D2.astype(np.float32)
 
     @jax.jit
-    def run(q_BTHD, k_BTKD, v_BTKD, length_B, pinned_B, seed_B, layouts):
+    def run(q_BTHD, k_BTKD, v_BTKD, length_B, pinned_B, seed_B, steps_B, layouts):
         row_B = jnp.arange(len(length_B))
         unread_BS1 = jnp.full((len(length_B), LONGEST, 1), jnp.nan)
 
@@ -74,7 +75,8 @@ def compiled(name: str, groups: int):
             position_B = length_B + n
             qkv = (x[row_B, position_B] for x in (q_BTHD, k_BTKD, v_BTKD))
             at_least_sinks_B = jnp.maximum(pinned_B, plan.sinks)
-            new = NewToken(seed_B, position_B, at_least_sinks_B, seed_B, unread_BS1[:, 0], *qkv, 0, frequency_D2)
+            own_B, hidden_B1 = n < steps_B, unread_BS1[:, 0]
+            new = NewToken(seed_B, position_B, at_least_sinks_B, own_B, seed_B, hidden_B1, *qkv, 0, frequency_D2)
             o_BHD, cache = policy.step(None, cache, new, plan)
             return cache, (o_BHD, cache.position_BKC)
 
@@ -86,10 +88,10 @@ def compiled(name: str, groups: int):
     return plan, run
 
 
-def outcome(name: str, groups: int, order: np.ndarray):
-    """Outputs of the prompts and of the steps, and positions, of the rows in that order."""
+def outcome(name: str, groups: int, order: np.ndarray, steps_B: np.ndarray = ALL_STEPS_B):
+    """Outputs of the prompts and of the steps, and positions, of the rows in that order, which end after `steps`."""
     plan, run = compiled(name, groups)
-    rows = [jnp.asarray(x[order]) for x in (*tensors(groups), LENGTH_B, PINNED_B, SEED_B)]
+    rows = [jnp.asarray(x[order]) for x in (*tensors(groups), LENGTH_B, PINNED_B, SEED_B, steps_B)]
     layouts = [lay_out(*rows[3:5], part.sinks, part.pool) for part in (plan.for_prompt, plan)]
     return map(np.asarray, run(*rows, layouts))
 
@@ -133,3 +135,15 @@ def test_a_row_does_not_depend_on_its_neighbours(name):
     np.testing.assert_array_equal(position_other_nBKC, position_nBKC[:, order])
     assert_close(o_other_BSHD, o_BSHD[order], 1e-6)
     assert_close(o_other_nBHD, o_nBHD[:, order], 1e-6)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_row_that_has_ended_keeps_the_tokens_it_has_and_changes_no_other(name):
+    steps_B = np.where(np.arange(8) % 2, NEW, np.arange(8))
+    _, o_nBHD, position_nBKC = outcome(name, 1, np.arange(8))
+    _, o_ended_nBHD, position_ended_nBKC = outcome(name, 1, np.arange(8), steps_B)
+    for b, steps in enumerate(steps_B):
+        np.testing.assert_array_equal(position_ended_nBKC[: steps + 1, b], position_nBKC[: steps + 1, b])
+        np.testing.assert_array_equal(position_ended_nBKC[steps:, b], position_nBKC[[steps] * (NEW + 1 - steps), b])
+        assert_close(o_ended_nBHD[:steps, b], o_nBHD[:steps, b], 1e-6)
+    assert np.all(np.isfinite(o_ended_nBHD))

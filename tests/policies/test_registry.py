@@ -41,7 +41,8 @@ def test_only_policies_that_say_so_read_the_seeds(name):
     # There are no seeds to be read.
     with refusal:
         _, caches = jax.eval_shape(partial(prefill, setup, seed_B=None), tiny_model().params, scorers, text, rows)
-        jax.eval_shape(partial(decode_step, setup, seed_B=None), tiny_model().params, scorers, caches, rows, rows, rows)
+        step = partial(decode_step, setup, tiny_model().params, scorers, seed_B=None)
+        jax.eval_shape(step, caches, rows, rows, rows, jax.ShapeDtypeStruct((2,), bool))
 
 
 @pytest.mark.core

@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from kvpop_jax.cache import EMPTY, PROTECTED, CachePlan, LayerCache, cache_from_prompt, choose_victim, place, weakest
+from kvpop_jax.cache import EMPTY, PROTECTED, CachePlan, LayerCache, cache_from_prompt, empty_slot, place, weakest
 from kvpop_jax.models import ModelConfig
 from kvpop_jax.policies.machinery.base import Kept, NewToken, Policy, Prompt
 from kvpop_jax.policies.machinery.keeping import keep_all, keep_best, prompt_length, protect
@@ -75,16 +75,13 @@ def cache_of(kept: Kept, score_BKS: Float[Array, "B K S"], prompt: Prompt, plan:
 
 def attend(cache: LayerCache, new: NewToken) -> tuple[Float[Array, "B H D"], LayerCache, Float[Array, "B H C"]]:
     """Places the new token in a free slot with priority 0 and attends; gives the attention to every slot as well."""
-    slot_BK = choose_victim(cache)
-    cache = place(cache, slot_BK, new.position_B)
-    newest_BKC = cache.position_BKC == new.position_B[:, None, None]
+    cache, slot_BK = place(cache, empty_slot(cache), new.position_B, jnp.zeros(new.own_B.shape), new.own_B)
     o_BHD, _lse, k_BKCD, v_BKCD, attention_BHC = decode_attention(
         new.q_BHD, cache.k_BKCD, cache.v_BKCD, cache.position_BKC, new.k_BKD, new.v_BKD, slot_BK,
         return_probabilities=True,
     )  # fmt: skip
     assert attention_BHC is not None
-    priority_BKC = jnp.where(newest_BKC, 0, cache.priority_BKC)
-    return o_BHD, replace(cache, k_BKCD=k_BKCD, v_BKCD=v_BKCD, priority_BKC=priority_BKC), attention_BHC
+    return o_BHD, replace(cache, k_BKCD=k_BKCD, v_BKCD=v_BKCD), attention_BHC
 
 
 def overflow(cache: LayerCache, new: NewToken, plan: CachePlan) -> Bool[Array, "B K C"]:
@@ -94,7 +91,7 @@ def overflow(cache: LayerCache, new: NewToken, plan: CachePlan) -> Bool[Array, "
     protected_BKC = (position_BKC > last_B11 - plan.window) | (position_BKC < pinned_B11)
     weakest_BK = weakest(jnp.where(protected_BKC, PROTECTED, cache.priority_BKC), position_BKC)
     over_BK1 = jnp.sum(position_BKC >= 0, axis=-1, keepdims=True) > plan.capacity
-    return over_BK1 & (jnp.arange(position_BKC.shape[-1]) == weakest_BK[..., None])
+    return over_BK1 & new.own_B[:, None, None] & (jnp.arange(position_BKC.shape[-1]) == weakest_BK[..., None])
 
 
 def free(cache: LayerCache, slot_BKC: Bool[Array, "B K C"]) -> LayerCache:

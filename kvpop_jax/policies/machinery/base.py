@@ -56,11 +56,21 @@ class Kept:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class NewToken:
-    """A layer's view of one decode step: the token that arrives. `pinned_B` tokens of each row never leave."""
+    """A layer's view of one decode step: the token that arrives.
+
+    Attributes:
+        token_B, position_B: which, and where.
+        pinned_B: the first tokens of each row that never leave.
+        own_B: the rows that the step is for. What becomes of the others is dropped; their caches keep the tokens that
+            they have, so that these can be counted.
+        seed_B: one seed per row, for policies that draw.
+        hidden_BE, q_BHD, k_BKD, v_BKD, layer, frequency_D2: as in `Prompt`.
+    """
 
     token_B: Int[Array, "B"]
     position_B: Int[Array, "B"]
     pinned_B: Int[Array, "B"]
+    own_B: Bool[Array, "B"]
     seed_B: Int[Array, "B"]
     hidden_BE: Float[Array, "B E"]
     q_BHD: Float[Array, "B H D"]

@@ -16,18 +16,15 @@ from kvpop_jax.cache import (
     LayerCache,
     Leaving,
     cache_from_prompt,
-    choose_victim,
     leaving_token,
-    place,
     plan_cache,
-    replace_priority,
 )
 from kvpop_jax.eviction import expiry_from_priority
 from kvpop_jax.models import ModelConfig
 from kvpop_jax.policies.machinery.base import Kept, NewToken, Policy, Prompt
 from kvpop_jax.policies.machinery.keeping import keep_best, prompt_length, protect
 from kvpop_jax.policies.machinery.settings import PolicySettings
-from pallas_kernels import decode_attention, masked_attention
+from pallas_kernels import decode_attention, masked_attention, take_slot
 
 Parallel = Callable[[Any, Prompt], tuple[Float[Array, "B K S"], Any]]
 """(parameters, prompt) -> the priority of every token once it leaves the window, and the policy's state at the end."""
@@ -102,11 +99,10 @@ def _step(
 ) -> tuple[Float[Array, "B H D"], LayerCache]:
     leaving = leaving_token(cache, new.position_B)
     state, priority_BK = recurrent(params, cache.state, new, leaving, plan)
-    competes_B = leaving.position_B >= new.pinned_B
-    cache = replace_priority(replace(cache, state=state), leaving.slot_BK, priority_BK, competes_B)
-    slot_BK = choose_victim(cache)
-    cache = place(cache, slot_BK, new.position_B)
-    o_BHD, _lse, k_BKCD, v_BKCD, _ = decode_attention(
-        new.q_BHD, cache.k_BKCD, cache.v_BKCD, cache.position_BKC, new.k_BKD, new.v_BKD, slot_BK
+    position_BKC, priority_BKC, ring_BKW, slot_BK = take_slot(
+        cache.position_BKC, cache.priority_BKC, cache.ring_BKW, priority_BK, new.position_B, new.pinned_B, new.own_B
     )
-    return o_BHD, replace(cache, k_BKCD=k_BKCD, v_BKCD=v_BKCD)
+    o_BHD, _lse, k_BKCD, v_BKCD, _ = decode_attention(
+        new.q_BHD, cache.k_BKCD, cache.v_BKCD, position_BKC, new.k_BKD, new.v_BKD, slot_BK
+    )
+    return o_BHD, LayerCache(k_BKCD, v_BKCD, position_BKC, priority_BKC, ring_BKW, state)

@@ -1,11 +1,9 @@
 """The rule of StreamingLLM for policies that are more than it: beside pinned tokens, the oldest goes."""
 
-from dataclasses import replace
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvpop_jax.cache import EMPTY, PROTECTED, LayerCache, live_entries, place, weakest
+from kvpop_jax.cache import PROTECTED, LayerCache, empty_slot, live_entries, place, weakest
 from kvpop_jax.policies.machinery.base import NewToken, Prompt
 
 
@@ -26,11 +24,7 @@ def place_oldest(
     cache: LayerCache, new: NewToken, capacity: int | Int[Array, "B K"]
 ) -> tuple[LayerCache, Int[Array, "B K"]]:
     """Puts the new token where the oldest is, or where nothing is while a head holds less than its capacity."""
-    empty_BKC = cache.position_BKC == EMPTY
     full_BK = live_entries(cache) >= capacity
-    slot_BK = jnp.where(full_BK, oldest(cache, new), jnp.argmax(empty_BKC, axis=-1))
-    cache = place(cache, slot_BK, new.position_B)
-    # A token's priority is its age here too, the newest one's included.
-    chosen_BKC = jnp.arange(empty_BKC.shape[-1]) == slot_BK[..., None]
-    age_BKC = jnp.where(chosen_BKC, new.position_B[:, None, None].astype(jnp.float32), cache.priority_BKC)
-    return replace(cache, priority_BKC=age_BKC), slot_BK
+    slot_BK = jnp.where(full_BK, oldest(cache, new), empty_slot(cache))
+    # A token's priority is its age here too.
+    return place(cache, slot_BK, new.position_B, new.position_B.astype(jnp.float32), new.own_B)
