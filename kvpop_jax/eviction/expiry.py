@@ -18,6 +18,7 @@ from pallas_kernels.masked_attention import NEVER
 
 _SIGN = np.uint32(1 << 31)
 _WORD = 32  # bits
+_GROUP = 16  # words, a power of 2
 _MOST_BLOCKS = 512, 2048  # of a row; its table is as many / _WORD times as long as the row
 _LONGEST_COLUMN = 64  # that is summed: GPU compilers take minutes over longer sums of pairs
 
@@ -107,7 +108,7 @@ def kth_of_those_before(
     )
     map_BKnW = reduce(jnp.bitwise_or, bits_BKnW)
     in_word_BKnW = lax.population_count(map_BKnW).astype(jnp.int32)
-    table_BKnW = jnp.cumsum(in_word_BKnW, axis=-1) - in_word_BKnW
+    table_BKnW = _sums_before(in_word_BKnW)
     at_L = jnp.arange(L)
     # Every index of a block beside every entry; sums are over the entries, along columns (faster on CPUs) or rows.
     along = -2 if L <= _LONGEST_COLUMN else -1
@@ -151,6 +152,21 @@ def _block_length(S):
     """The shortest that makes few blocks; where that is too long for the compiler, the shortest that makes more."""
     few, many = (_WORD * -(-S // (_WORD * most)) for most in _MOST_BLOCKS)
     return few if few <= _LONGEST_COLUMN else max(many, _LONGEST_COLUMN)
+
+
+def _sums_before(x):
+    """For each entry of the last axis the sum of those before it.
+
+    In groups, within which the sums double their reach: GPU compilers make slow passes of a plain running sum.
+    """
+    grouped = _blocks(x, _GROUP, 0)
+    upto, reach = grouped, 1
+    while reach < _GROUP:
+        upto += jnp.pad(upto, [(0, 0)] * x.ndim + [(reach, 0)])[..., :_GROUP]
+        reach *= 2
+    whole = upto[..., -1]
+    before = (jnp.cumsum(whole, axis=-1) - whole)[..., None] + upto - grouped
+    return before.reshape(*x.shape[:-1], -1)[..., : x.shape[-1]]
 
 
 def _blocks(x, length, filler):

@@ -68,7 +68,7 @@ def matmul_add(
 
 
 def _backends(kernel: Callable[..., Any], refuses: Callable[..., str | None], plain: Callable[..., Any]):
-    return {"gpu": Backend(kernel, "gpu", refuses), "reference": Backend(plain)}
+    return {"gpu": Backend(kernel, "gpu", refuses, gpu.pays), "reference": Backend(plain)}
 
 
 def _run(op, backend, backends, arguments):

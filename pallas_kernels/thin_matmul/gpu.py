@@ -27,6 +27,7 @@ _N = 64  # columns of a thread block: the rows of a wgmma
 _LONG, _SHORT = 256, 64  # inputs of a tile
 _TURNS = 3  # of rows that the products of as many steps read
 _W = 8  # the smallest number of columns of a wgmma, and the most rows
+_FEW = 4  # rows; from there on XLA's products of so many are as fast, and more of its launches are worth their time
 _TILE_BYTES = 208 * 1024  # of a multiprocessor's shared memory, for tiles and what belongs to them
 _MULTIPROCESSORS = 132
 _TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
@@ -66,6 +67,11 @@ def _refuses(x, O, *others) -> str | None:
     if jax.default_backend() == "gpu" and not jax.devices()[0].compute_capability.startswith("9."):
         return "is for Hopper GPUs (compute capability 9)"
     return None
+
+
+def pays(x, *_) -> bool:
+    """Whether "auto" is to prefer them."""
+    return math.prod(x.shape[:-1]) <= _FEW
 
 
 @partial(jax.jit, static_argnums=3)

@@ -81,3 +81,8 @@ def test_weights_on_several_devices_are_left_to_xla():
     devices = jax.sharding.AbstractMesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
     with jax.sharding.use_abstract_mesh(devices):
         assert gpu.refuses_norm_matmul(*random_inputs("one_row")[:3], EPS) == "is for one device"
+
+
+def test_they_are_preferred_for_few_rows_only():
+    for rows, preferred in ((1, True), (4, True), (5, False)):
+        assert gpu.pays(jax.ShapeDtypeStruct((rows, 1, 4096), jnp.bfloat16)) == preferred
