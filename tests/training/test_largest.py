@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvpop_jax.training.largest import largest
+from kvpop_jax.training.largest import largest, largest_by_blocks
 
 ROWS = {
     "few ties": lambda rng, V: rng.normal(size=V),
@@ -26,16 +26,17 @@ ROWS = {
 def test_they_are_the_values_of_a_sort_of_all(V, count):
     rng = np.random.default_rng(V + count)
     x_LV = np.stack([row(rng, V) for row in ROWS.values()]).astype(np.float32)
-    np.testing.assert_array_equal(jax.jit(largest, static_argnums=1)(x_LV, count), jax.lax.top_k(x_LV, count)[0])
+    for form in (largest, largest_by_blocks):
+        np.testing.assert_array_equal(jax.jit(form, static_argnums=1)(x_LV, count), jax.lax.top_k(x_LV, count)[0])
 
 
 @pytest.mark.parametrize("shape", [(700,), (2, 3, 700)])
 def test_any_axes_may_come_before(shape):
     x = jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)
-    np.testing.assert_array_equal(largest(x, 2), jax.lax.top_k(x, 2)[0])
+    np.testing.assert_array_equal(largest_by_blocks(x, 2), jax.lax.top_k(x, 2)[0])
 
 
-def test_a_vocabulary_is_not_sorted():
-    jaxpr = jax.make_jaxpr(lambda x_LV: largest(x_LV, 256))(jax.ShapeDtypeStruct((2, 151_936), jnp.float32))
+def test_by_blocks_a_vocabulary_is_not_sorted():
+    jaxpr = jax.make_jaxpr(lambda x_LV: largest_by_blocks(x_LV, 256))(jax.ShapeDtypeStruct((2, 151_936), jnp.float32))
     sorted_ = [eqn.invars[0].aval.shape[-1] for eqn in jaxpr.eqns if eqn.primitive.name == "top_k"]
     assert sum(sorted_) < 151_936 / 20
