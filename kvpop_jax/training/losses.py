@@ -12,6 +12,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from kvpop_jax.sharding import constrain, rows_per_shard
+from kvpop_jax.training.largest import largest
 from pallas_kernels.residuals import SAVE_RESIDUALS, saved
 
 _LOGITS_AT_ONCE = 2**27
@@ -86,16 +87,23 @@ def kl_to_teacher(
 
     def chunk_sums(student_LE, teacher_LE, weight_L):
         # Likelihoods are compared with the least of the top_k, not gathered: the gradient of a gather is a scatter,
-        # over which the TPU compiler takes minutes. It is kept, so that the backward pass sorts nothing again; the
-        # logits that it makes again may be rounded otherwise, and must not lose the last of the top_k by that.
+        # over which the TPU compiler takes minutes. It is kept, and so is every other number that a token has but one
+        # of: the backward pass then reads each logit once, and searches and sums nothing again. The logits that it
+        # makes again may be rounded otherwise, and must not lose the last of the top_k by that.
         teacher_LV = lax.stop_gradient(teacher_unembed(teacher_LE))
-        least_L1 = saved(lax.top_k(teacher_LV, top_k)[0][..., -1:] - _TIE)
-        log_p_LV = jax.nn.log_softmax(jnp.where(teacher_LV >= least_L1, teacher_LV, -jnp.inf), axis=-1)
+        top_LK = largest(teacher_LV, top_k)
+        peak_L1, least_L1 = saved(top_LK[..., :1]), saved(top_LK[..., -1:] - _TIE)
         logits_LV = student_unembed(student_LE)
-        log_q_LV = jax.nn.log_softmax(logits_LV, axis=-1)
-        p_LV = jnp.exp(log_p_LV)
-        kl_L = jnp.sum(jnp.where(p_LV > 0, p_LV * (log_p_LV - log_q_LV), 0), axis=-1)
-        agree_L = jnp.argmax(logits_LV, axis=-1) == jnp.argmax(teacher_LV, axis=-1)
+        student_peak_L1 = saved(lax.stop_gradient(jnp.max(logits_LV, axis=-1, keepdims=True)))
+        above_LV, student_above_LV = teacher_LV - peak_L1, logits_LV - student_peak_L1
+        # Of what is left out, the share is 0. A `where` would read that 0 from an array of the logits' size, which JAX
+        # takes to be a constant of the loop and makes outside of it.
+        share_LV = jnp.exp(above_LV) * (teacher_LV >= least_L1)
+        total_L, student_total_L = saved(share_LV.sum(axis=-1)), saved(jnp.exp(student_above_LV).sum(axis=-1))
+        # Times 0, both may be -inf.
+        gap_L = jnp.sum(jnp.where(share_LV > 0, share_LV * (above_LV - student_above_LV), share_LV), axis=-1)
+        kl_L = gap_L / total_L + jnp.log(student_total_L) - jnp.log(total_L)
+        agree_L = jnp.any((above_LV == 0) & (student_above_LV == 0), axis=-1)
         return jnp.sum(weight_L * kl_L), jnp.sum(weight_L * agree_L)
 
     return _mean_over_chunks(chunk_sums, predicts_BS, vocab_size, student_BSE, teacher_BSE)

@@ -9,6 +9,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.masked_attention import gpu_chunks
@@ -102,7 +103,10 @@ def _attention(q_BTHD, k_BSKD, v_BSKD, end_BKS, chunk, capacity):
 
 def _forward(q_BTHD, k_BSKD, v_BSKD, end_BKS, chunk, capacity):
     with jax.enable_x64(False):  # else the kernels' indices are of 64 bits, which Mosaic GPU does not take
-        o_BTHD, lse_BHT = map(saved, _attend(q_BTHD, k_BSKD, v_BSKD, end_BKS, chunk, capacity))
+        # Where a loop stacks what it saves, XLA has a copy of the kernel write into the stack, and runs the kernel once
+        # more for whatever else reads its results; not past a barrier.
+        made = lax.optimization_barrier(_attend(q_BTHD, k_BSKD, v_BSKD, end_BKS, chunk, capacity))
+        o_BTHD, lse_BHT = map(saved, made)
     return (o_BTHD, lse_BHT), (q_BTHD, k_BSKD, v_BSKD, end_BKS, o_BTHD, lse_BHT)
 
 

@@ -53,9 +53,7 @@ def mlstm_chunkwise(q_BSKX, k_BSKX, v_BSKY, i_BSK, f_BSK, state, segment_BS, chu
     writes = jax.vmap(_chunk_writes)
     writes_n = writes(k_nBKLX, v_nBKLY, i_nBKL, b_nBKL, real_nBL, run_nBL, last_run_nB)
     first = MLSTMState(*(x.astype(dtype) for x in (state.c_BKXY, state.n_BKX, lax.stop_gradient(state.m_BK))))
-    sources_m = jax.tree.map(lambda x, y_n: jnp.concatenate([x[None], y_n]), first, writes_n)
-    states_m = _chunk_states(sources_m, b_nBKL[..., -1], run_mB)
-    entering_n, final = jax.tree.map(lambda x: x[:-1], states_m), jax.tree.map(lambda x: x[-1], states_m)
+    entering_n, final = _chunk_states(first, writes_n, b_nBKL[..., -1], run_mB)
 
     # The S x L arrays are made again for the gradient; sums and norms are small, and kept.
     reads = jax.checkpoint(jax.vmap(_chunk_reads))
@@ -104,22 +102,30 @@ def _chunk_writes(k_BKLX, v_BKLY, i_BKL, b_BKL, real_BL, run_BL, last_run_B):
     return MLSTMState(_einsum("BKLX,BKLY->BKXY", weighted_BKLX, v_BKLY), weighted_BKLX.sum(axis=2), m_BK)
 
 
-def _chunk_states(sources_m, total_forget_nBK, run_mB):
-    """The memory at every edge between chunks, m = n + 1 of them, from what each edge adds: the first the state that
-    the row begins with, every other what the chunk before it writes.
+def _chunk_states(first, writes_n, total_forget_nBK, run_mB):
+    """The memory that enters each chunk, and that which leaves the last: at m = n + 1 edges, each the sum of what was
+    there before the row and what the chunks before the edge write.
 
-    One product of matrices: a scan over chunks would be thousands of small launches on a GPU.
+    One product of matrices: a scan over chunks would be thousands of small launches on a GPU. It is n x n, not m x m,
+    as n is the round number that fills tiles.
     """
     m = jnp.arange(run_mB.shape[0])
     # Sums of the chunks between two edges, not differences of running sums: those would be of large numbers.
     passed_mnBK = jnp.where((m[:, None] <= m[:-1])[..., None, None], total_forget_nBK, 0)
     between_mmBK = jnp.pad(jnp.cumsum(passed_mnBK, axis=1), ((0, 0), (1, 0), (0, 0), (0, 0)))
     there_mmB = (m[:, None] <= m)[..., None] & (run_mB[:, None] == run_mB)
-    weight_mmBK = jnp.where(there_mmB[..., None], between_mmBK + sources_m.m_BK[:, None], -jnp.inf)
+    source_mBK = jnp.concatenate([first.m_BK[None], writes_n.m_BK])
+    weight_mmBK = jnp.where(there_mmB[..., None], between_mmBK + source_mBK[:, None], -jnp.inf)
     edge_mBK = _stabiliser(jnp.max(weight_mmBK, axis=0))
     share_mmBK = jnp.exp(weight_mmBK - edge_mBK)
-    c_mBKXY = _einsum("smBK,sBKXY->mBKXY", share_mmBK, sources_m.c_BKXY)
-    return MLSTMState(c_mBKXY, _einsum("smBK,sBKX->mBKX", share_mmBK, sources_m.n_BKX), edge_mBK)
+
+    def memory(edges):
+        of_first, of_chunks = share_mmBK[0, edges], share_mmBK[1:, edges]
+        c = _einsum("s...BK,sBKXY->...BKXY", of_chunks, writes_n.c_BKXY) + of_first[..., None, None] * first.c_BKXY
+        n = _einsum("s...BK,sBKX->...BKX", of_chunks, writes_n.n_BKX) + of_first[..., None] * first.n_BKX
+        return MLSTMState(c, n, edge_mBK[edges])
+
+    return memory(slice(-1)), memory(-1)
 
 
 def _chunk_reads(entering, q_BKLX, k_BKLX, v_BKLY, i_BKL, b_BKL, real_BL, run_BL, entering_run_B):

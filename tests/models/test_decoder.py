@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.extend.core import jaxprs_in_params
 
 from kvpop_jax.models import (
     Decoder,
@@ -48,6 +49,41 @@ def test_bfloat16_weights_stay_near_the_float32_logits(golden):
     logits = forward(config, params, jnp.asarray(expected["tokens"]))
     assert params.layers[0].qkv_proj.dtype == jnp.bfloat16 and logits.dtype == jnp.float32
     assert np.linalg.norm(logits - expected["logits"]) < 0.05 * np.linalg.norm(expected["logits"])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_gradient_of_logits_is_multiplied_in_the_dtype_of_the_weights(llama, dtype):
+    config, params = llama
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+    hidden_BTE = jax.random.normal(jax.random.key(0), (2, 5, config.hidden_size), dtype)
+    wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), (params, hidden_BTE))
+
+    def product(params, hidden_BTE):
+        return hidden_BTE @ (params.embedding_VE.T if config.tie_embeddings else params.head_EV)
+
+    def gradient(run, *inputs):
+        logits, transpose = jax.vjp(run, *inputs)
+        return transpose(jax.random.normal(jax.random.key(1), logits.shape, logits.dtype))
+
+    run = functools.partial(unembed, config)
+    found, wanted = gradient(run, params, hidden_BTE), gradient(product, *wide)
+    if dtype == "float32":
+        chex.assert_trees_all_equal(found, wanted)
+    for x, y in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+        assert np.max(np.abs(x - y)) <= 2**-7 * np.max(np.abs(y)), "the cotangent and the result are rounded to 8 bits"
+    factors = {
+        var.aval.dtype
+        for eqn in _equations(jax.make_jaxpr(functools.partial(gradient, run))(params, hidden_BTE).jaxpr)
+        if eqn.primitive.name == "dot_general"
+        for var in eqn.invars
+    }
+    assert factors == {jnp.dtype(dtype)}
+
+
+def _equations(jaxpr):
+    """Of the program and of those within it."""
+    inner = [sub for eqn in jaxpr.eqns for sub in jaxprs_in_params(eqn.params)]
+    return [*jaxpr.eqns, *(eqn for sub in inner for eqn in _equations(sub))]
 
 
 def test_double_precision_runs_in_double_precision(llama31):

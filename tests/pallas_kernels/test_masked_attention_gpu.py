@@ -186,6 +186,21 @@ def test_it_lowers_for_a_gpu_with_its_gradient_in_linear_memory(head_dim, group,
     assert largest_intermediate(loss, *arguments) <= max(K * rows, S * K * group) * head_dim
 
 
+@pytest.mark.gpu_interpret
+@needs_mosaic_gpu
+def test_nothing_reads_the_kernel_but_through_a_barrier():
+    """Else XLA runs it once into the stack in which a loop saves its results, and once more for whatever reads them."""
+    x = random_inputs(CASES["two_ragged_chunks"], "bfloat16")
+
+    def forward(*qkv):
+        return jax.vjp(lambda *qkv: masked_attention(*qkv, x.expiry_BKS, x.segment_BS, backend="gpu"), *qkv)[0]
+
+    equations = jax.make_jaxpr(forward)(*x.inputs).jaxpr.eqns
+    (made,) = (eqn.outvars for eqn in equations if eqn.params.get("name") == "_attend")
+    readers = [eqn.primitive.name for eqn in equations if any(var is out for var in eqn.invars for out in made)]
+    assert readers == ["optimization_barrier"]
+
+
 def test_chunks_balance_gathering_and_what_is_seen_in_vain():
     assert gpu.chosen_chunk(16384, None) is None, "nothing is known of an uncapped rule"
     assert gpu.chosen_chunk(4096, 4096) is None, "there is nothing to gain in a row as short as the budget"
