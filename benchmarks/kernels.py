@@ -146,6 +146,8 @@ CASES: dict[str, Callable[[bool], Iterable[Case]]] = {
     "cutoff_expiry": lambda real: (Case(**fields) for fields in rest.cutoff_expiry_cases(real)),
     "mlstm_chunkwise": lambda real: (Case(**fields) for fields in rest.mlstm_chunkwise_cases(real)),
     "take_slot": lambda real: (Case(**fields) for fields in rest.take_slot_cases(real)),
+    "thin_matmul": lambda real: (Case(**fields) for fields in rest.thin_matmul_cases(real)),
+    "split_qkv": lambda real: (Case(**fields) for fields in rest.split_qkv_cases(real)),
     "policy_step": lambda real: (Case(**fields) for fields in rest.policy_step_cases(real)),
     "masked_attention": lambda real: (Case(**fields) for fields in attention.masked_attention_cases(real)),
     "received_log_mass": lambda real: (Case(**fields) for fields in attention.received_log_mass_cases(real)),

@@ -9,7 +9,7 @@ What is where:
 - `cache`: the bounded cache and the accounting of its budget.
 - `polykv`: a policy and a budget for every layer, chosen offline.
 - `training`, `inference`, `evaluation`: what `train.py` and `eval.py` run; `calibrate.py` runs `polykv`.
-- `pallas_kernels` (beside this package): the six operations with their references and kernels.
+- `pallas_kernels` (beside this package): the operations with their references and kernels.
 
 Axis letters, used as suffixes of array names everywhere (`q_BTHD`, `lse_BHT`, `expiry_BKS`):
 

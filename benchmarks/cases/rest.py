@@ -1,7 +1,8 @@
 """What surrounds attention: expiry from priorities, the scorer's memory, and a policy's work in a decode step."""
 
 import heapq
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,8 +19,10 @@ from kvpop_jax.scorers import MLSTMSettings, ScorerDims, mlstm_scorer
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.masked_attention import masked_attention
 from pallas_kernels.mlstm_chunkwise import mlstm_chunkwise
+from pallas_kernels.split_qkv import split_qkv
 from pallas_kernels.take_slot import gpu as take_slot_gpu
 from pallas_kernels.take_slot import take_slot
+from pallas_kernels.thin_matmul import matmul_add, norm_matmul, norm_swiglu
 
 Arguments = tuple[Any, ...]
 Fields = dict[str, Any]
@@ -134,6 +137,73 @@ def take_slot_cases(real: bool) -> Iterator[Fields]:
             forms=("gpu", "reference") if taken else ("reference",), run=run,
             reference=lambda *arguments: take_slot(*arguments, backend="reference")[0], bytes=8 * B * K * C,
         )  # fmt: skip
+
+
+def thin_matmul_cases(real: bool) -> Iterator[Fields]:
+    """The products of a layer of Qwen3-8B in a decode step of few rows, with what surrounds each."""
+    E, O, F = (4096, 6144, 12_288) if real else (256, 256, 256)
+    for B in (1, 4, 8) if real else (1,):
+
+        def arrays(seed: int, *shapes: tuple[int, ...]) -> Arguments:
+            keys = jax.random.split(jax.random.key(seed), len(shapes))
+            return tuple(jax.random.normal(key, x, jnp.bfloat16) * 0.1 for key, x in zip(keys, shapes, strict=True))
+
+        def qkv(x: jax.Array, norm: jax.Array, w: jax.Array, form: str) -> Arguments:
+            return norm_matmul(x, norm, w, eps=1e-6, backend=form)
+
+        def hidden(x: jax.Array, norm: jax.Array, w: jax.Array, form: str) -> Arguments:
+            h = norm_swiglu(x, norm, w, eps=1e-6, backend=form)
+            return h, h[:, :E]  # the next run waits for this one
+
+        def added(x: jax.Array, w: jax.Array, residual: jax.Array, form: str) -> Arguments:
+            return (matmul_add(x, w, residual, backend=form),)
+
+        kinds: list[tuple[str, Any, dict[int, int], tuple[tuple[int, ...], ...]]] = [
+            ("norm and qkv", qkv, {0: 0}, ((B, E), (E,), (E, O))),
+            ("norm, gate and up", hidden, {1: 0}, ((B, E), (E,), (E, 2, F))),
+            ("down and residual", added, {0: 2}, ((B, F), (F, E), (B, E))),
+            ("attention's output and residual", added, {0: 2}, ((B, E), (E, E), (B, E))),
+        ]
+        for name, run, carry, shapes in kinds:
+            yield dict(
+                op="thin_matmul", shape=f"{name}, B {B}, {shapes[-2] if run is added else shapes[-1]}",
+                inputs=partial(lambda seed, shapes: arrays(seed, *shapes), shapes=shapes), carry=carry,
+                forms=_on_a_gpu(), run=run, reference=partial(_wide, partial(run, form="reference")),
+                bytes=2 * sum(math.prod(x) for x in shapes),
+            )  # fmt: skip
+
+
+def split_qkv_cases(real: bool) -> Iterator[Fields]:
+    """Heads of Qwen3-8B, normed and turned."""
+    K, J, D = (8, 6, 128) if real else (2, 4, 16)
+    for B in (1, 8) if real else (2,):
+
+        def inputs(seed: int, B: int = B) -> Arguments:
+            keys = jax.random.split(jax.random.key(seed), 5)
+            qkv, q_norm, k_norm = (
+                jax.random.normal(key, x, jnp.bfloat16)
+                for key, x in zip(keys[:3], ((B, K, J, D), (D,), (D,)), strict=True)
+            )
+            return qkv, *(jax.random.normal(key, (B, D // 2)) for key in keys[3:]), q_norm, k_norm
+
+        def run(*arguments: Any, form: str) -> Arguments:
+            qkv, cos, sin, q_norm, k_norm = arguments
+            q, k, v = split_qkv(qkv, (cos, sin), q_norm, k_norm, eps=1e-6, backend=form)
+            return q, k, v, cos + 0 * q[:, 0, : D // 2].astype(cos.dtype)  # the next run waits for this one
+
+        yield dict(
+            op="split_qkv", shape=f"B {B}, K {K}, J {J}, D {D}", inputs=inputs, carry={3: 1}, forms=_on_a_gpu(),
+            run=run, reference=partial(_wide, lambda *x: run(*x, form="reference")[:3]), bytes=4 * B * K * J * D,
+        )  # fmt: skip
+
+
+def _on_a_gpu() -> tuple[str, ...]:
+    return ("gpu", "reference") if jax.default_backend() == "gpu" else ("reference",)
+
+
+def _wide(run: Callable[..., Any], *arguments: Any) -> Any:
+    """The same in float32."""
+    return run(*(x.astype(jnp.float32) for x in arguments))
 
 
 def policy_step_cases(real: bool) -> Iterator[Fields]:
