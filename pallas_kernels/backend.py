@@ -64,6 +64,35 @@ def select_backend(op: str, backend: str, available: Mapping[str, Backend], argu
     return backend
 
 
+def derivative_of(plain: Callable[..., Any], static: tuple[int, ...] = ()) -> Callable[..., Any]:
+    """Decorates a kernel that has no derivative of its own with that of the plain form.
+
+    Args:
+        static: places of arguments that are no arrays, behind all others.
+    """
+
+    def decorate(kernel: Callable[..., Any]) -> Callable[..., Any]:
+        run = jax.custom_jvp(kernel, nondiff_argnums=static)
+
+        @run.defjvp
+        def _(*arguments: Any) -> Any:
+            *fixed, primals, tangents = arguments
+            return jax.jvp(lambda *arrays: plain(*arrays, *fixed), primals, tangents)
+
+        return run
+
+    return decorate
+
+
+def mosaic_gpu_is_missing() -> str | None:
+    """Why Pallas Mosaic GPU kernels for Hopper cannot run here, in one line, or None; they can be lowered anywhere."""
+    if jax.__version_info__ < (0, 11, 2):
+        return f"needs JAX 0.11.2 or newer, this is {jax.__version__}"
+    if jax.default_backend() == "gpu" and not jax.devices()[0].compute_capability.startswith("9."):
+        return "is for Hopper GPUs (compute capability 9)"
+    return None
+
+
 def platform() -> str:
     """The platform that a program traced here is for: that of the mesh in use, else of JAX's default devices.
 

@@ -144,7 +144,8 @@ def kth_of_those_before(
     nothing_BKnL = jnp.zeros(x_BKnL.shape, jnp.int32)
     word_BKnL, before_BKnL = lax.fori_loop(0, bits, descend, (nothing_BKnL, nothing_BKnL))
     bit_BKnL = _kth_set_bit(inside(word_BKnL), k_BKnL - before_BKnL)
-    kth_BKnL = jnp.where(bit_BKnL < _WORD, _WORD * word_BKnL + bit_BKnL, S)
+    # At least S is nothing; but where S fills its last word, that word is looked through for it.
+    kth_BKnL = jnp.where((bit_BKnL < _WORD) & (least_BKnL < S), _WORD * word_BKnL + bit_BKnL, S)
     return kth_BKnL.reshape(*kth_BKnL.shape[:2], -1)[..., :S]
 
 

@@ -30,7 +30,7 @@ from kvpop_jax.models import (
     unembed,
 )
 from kvpop_jax.policies import NewToken, Policy, Prompt, read_prompt
-from pallas_kernels.thin_matmul import rms_norm
+from pallas_kernels.norms import rms_norm
 
 TOKENS_AT_ONCE = 8192
 """Tokens of prompts in one matrix product: enough to fill a device, few enough that the feed-forward's hidden layer is

@@ -16,9 +16,11 @@ from jaxtyping import Array, Float, Int
 from kvpop_jax.models.config import ModelConfig
 from kvpop_jax.models.rope import rope_rotation
 from pallas_kernels.masked_attention import masked_attention
+from pallas_kernels.norms import rms_norm
+from pallas_kernels.rotary import Rotation
 from pallas_kernels.scans import running_max
-from pallas_kernels.split_qkv import Rotation, split_qkv
-from pallas_kernels.thin_matmul import matmul_add, norm_matmul, norm_swiglu, rms_norm
+from pallas_kernels.split_qkv import split_qkv
+from pallas_kernels.thin_matmul import matmul_add, norm_matmul, norm_swiglu
 
 
 @jax.tree_util.register_dataclass
@@ -170,7 +172,13 @@ def _in_turns(f: Callable[..., Any], most: int | None, *of_tokens: Any) -> Any:
     if most is None or batch * length <= most:
         return f(*of_tokens)
     flat = jax.tree.map(lambda x: x.reshape(batch * length, *x.shape[2:]), of_tokens)
-    made = jax.lax.map(lambda token: f(*token), flat, batch_size=most)
+    # Turns of many tokens: a map over single ones would look like decode steps to whatever picks kernels.
+    whole = batch * length // most * most
+    turns = jax.tree.map(lambda x: x[:whole].reshape(-1, most, *x.shape[1:]), flat)
+    made = jax.tree.map(lambda x: x.reshape(whole, *x.shape[2:]), jax.lax.map(lambda turn: f(*turn), turns))
+    if whole < batch * length:
+        rest = f(*jax.tree.map(lambda x: x[whole:], flat))
+        made = jax.tree.map(lambda *parts: jnp.concatenate(parts), made, rest)
     return jax.tree.map(lambda x: x.reshape(batch, length, *x.shape[1:]), made)
 
 

@@ -8,7 +8,7 @@ from jaxtyping import Array, Int
 from numpy.typing import NDArray
 
 from kvpop_jax.models.config import ModelConfig, RopeScaling
-from pallas_kernels.split_qkv import Rotation
+from pallas_kernels.rotary import Rotation
 
 
 def rope_frequencies(config: ModelConfig) -> NDArray[np.float64]:
@@ -31,7 +31,7 @@ def rescale_frequencies(frequency: NDArray[np.float64], scaling: RopeScaling) ->
 
 
 def rope_rotation(config: ModelConfig, position_BT: Int[Array, "B T"], dtype: jnp.dtype) -> Rotation:
-    """Cosines and sines for `apply_rope`, computed once for all layers.
+    """Cosines and sines for `split_qkv`, computed once for all layers.
 
     In at least float32 whatever `dtype` is: bfloat16 cannot even count positions past 256.
     """

@@ -31,7 +31,7 @@ from kvpop_jax.models import (
 )
 from kvpop_jax.policies import NewToken, Policy, Prompt, read_prompt
 from pallas_kernels import masked_attention
-from pallas_kernels.thin_matmul import rms_norm
+from pallas_kernels.norms import rms_norm
 
 
 @jax.tree_util.register_dataclass

@@ -17,8 +17,8 @@ from jaxtyping import Array, Float, Int
 from kvpop_jax.models import DecoderParams, LayerInputs, ModelConfig, apply_layer, rope_rotation
 from kvpop_jax.sharding import constrain, gathered
 from kvpop_jax.training.stacked import stack
+from pallas_kernels.norms import rms_norm
 from pallas_kernels.residuals import SAVE_RESIDUALS
-from pallas_kernels.thin_matmul import rms_norm
 
 ScannedAttend = Callable[[Int[Array, ""], Any, LayerInputs], tuple[Float[Array, "B T H D"], Any]]
 """(layer index, what belongs to the layer, inputs) -> attention output and a pytree of arrays."""

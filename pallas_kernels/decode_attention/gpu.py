@@ -23,6 +23,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.backend import mosaic_gpu_is_missing
+
 _L = 64  # slots of a block
 _W = 8  # queries of a window; the smallest number of columns of a wgmma, and the rows of a shared memory tile
 _STAGES = 3  # 96 KiB of keys and values at D = 128: two thread blocks share a multiprocessor
@@ -37,15 +39,13 @@ _COLUMN, _ROW = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)  # on
 
 def refuses(q_BHD, k_BKCD, v_BKCD, position_BKC, k_new_BKD, v_new_BKD, slot_BK, return_probabilities) -> str | None:
     """See `backend.Backend`."""
-    if jax.__version_info__ < (0, 11, 2):
-        return f"needs JAX 0.11.2 or newer, this is {jax.__version__}"
+    if missing := mosaic_gpu_is_missing():
+        return missing
     if any(x.dtype != jnp.bfloat16 for x in (q_BHD, k_BKCD, v_BKCD, k_new_BKD, v_new_BKD)):
         return "takes bfloat16 only"
     (_, H, D), K = q_BHD.shape, k_BKCD.shape[1]
     if D not in (64, 128) or H // K > _W:
         return f"takes head dimensions 64 and 128 and up to {_W} queries for each KV head, not {D} and {H // K}"
-    if jax.default_backend() == "gpu" and not jax.devices()[0].compute_capability.startswith("9."):
-        return "is for Hopper GPUs (compute capability 9)"
     return None
 
 

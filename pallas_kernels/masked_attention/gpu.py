@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.backend import mosaic_gpu_is_missing
 from pallas_kernels.masked_attention import gpu_chunks
 from pallas_kernels.masked_attention.gpu_backward import attend_dkv, attend_dq
 from pallas_kernels.masked_attention.gpu_forward import attend
@@ -35,8 +36,8 @@ def refuses(
     capacity: int | None = None,
 ) -> str | None:
     """Why the kernels cannot take these arguments, or None."""
-    if jax.__version_info__ < (0, 11, 2):
-        return f"needs JAX 0.11.2 or newer, this is {jax.__version__}"
+    if missing := mosaic_gpu_is_missing():
+        return missing
     if bias_BKS is not None:
         return "adds no bias"
     if any(x.dtype != jnp.bfloat16 for x in (q_BTHD, k_BSKD, v_BSKD)):
@@ -49,8 +50,6 @@ def refuses(
         return (
             f"launches up to {_MAX_PAIRS:,} thread blocks along a row, too few for {T:,} tokens and groups of {group}"
         )
-    if jax.default_backend() == "gpu" and not jax.devices()[0].compute_capability.startswith("9."):
-        return "is for Hopper GPUs (compute capability 9)"
     return None
 
 

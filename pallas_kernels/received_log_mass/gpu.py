@@ -27,6 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.backend import mosaic_gpu_is_missing
 from pallas_kernels.segments import segment_end
 
 HEAD_DIMS = (64, 128)
@@ -55,14 +56,12 @@ def refuses(
     query_BT: Bool[Array, "B T"] | None = None,
 ) -> str | None:
     """Why the kernel cannot take these arguments, or None."""
-    if jax.__version_info__ < (0, 11, 2):
-        return f"needs JAX 0.11.2 or newer, this is {jax.__version__}"
+    if missing := mosaic_gpu_is_missing():
+        return missing
     if any(x.dtype != jnp.bfloat16 for x in (q_BTHD, k_BSKD)):
         return "takes bfloat16 only"
     if q_BTHD.shape[3] not in HEAD_DIMS:
         return f"takes head dimensions {', '.join(map(str, HEAD_DIMS))}, not {q_BTHD.shape[3]}"
-    if jax.default_backend() == "gpu" and not jax.devices()[0].compute_capability.startswith("9."):
-        return "is for Hopper GPUs (compute capability 9)"
     return None
 
 

@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.backend import mosaic_gpu_is_missing
 from pallas_kernels.mlstm_chunkwise.reference import EPSILON
 from pallas_kernels.mlstm_chunkwise.state import MLSTMState
 from pallas_kernels.scorer_step.weights import ROOT_EPSILON
@@ -31,8 +32,8 @@ _COLUMN, _ROW = _WGMMA.reduce(1), _WGMMA.reduce(0)  # one value for each row, ea
 
 def refuses(weights, state, hidden_BE, k_BKD, v_BKD, leaving_k_BKD, leaving_v_BKD, soft_cap) -> str | None:
     """See `backend.Backend`."""
-    if jax.__version_info__ < (0, 11, 2):
-        return f"needs JAX 0.11.2 or newer, this is {jax.__version__}"
+    if missing := mosaic_gpu_is_missing():
+        return missing
     if any(x.dtype != jnp.float32 for x in jax.tree.leaves((weights, state))):
         return "takes float32 weights and states only"
     if any(x.dtype not in (jnp.float32, jnp.bfloat16) for x in (hidden_BE, k_BKD, v_BKD, leaving_k_BKD, leaving_v_BKD)):
@@ -42,8 +43,6 @@ def refuses(weights, state, hidden_BE, k_BKD, v_BKD, leaving_k_BKD, leaving_v_BK
         return f"takes key and hidden sizes in 64s, head and value sizes in 128s, not {X}, {E}, {D} and {Y}"
     if X * Y > _LARGEST:
         return f"holds memories of up to {_LARGEST:,} entries in registers, not {X} x {Y}"
-    if jax.default_backend() == "gpu" and not jax.devices()[0].compute_capability.startswith("9."):
-        return "is for Hopper GPUs (compute capability 9)"
     return None
 
 

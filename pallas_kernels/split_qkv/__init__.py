@@ -1,5 +1,5 @@
 """Queries, keys and values of every head from a fused projection: see `api`."""
 
-from pallas_kernels.split_qkv.api import Rotation, apply_rope, split_qkv
+from pallas_kernels.split_qkv.api import split_qkv
 
-__all__ = ["Rotation", "apply_rope", "split_qkv"]
+__all__ = ["split_qkv"]

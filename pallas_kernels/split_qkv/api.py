@@ -3,10 +3,8 @@
 from jaxtyping import Array, Float
 
 from pallas_kernels.backend import Backend, select_backend
+from pallas_kernels.rotary import Rotation
 from pallas_kernels.split_qkv import gpu, reference
-from pallas_kernels.split_qkv.reference import Rotation, apply_rope
-
-__all__ = ["Rotation", "apply_rope", "split_qkv"]
 
 _BACKENDS = {
     "gpu": Backend(gpu.split_qkv, "gpu", gpu.refuses, gpu.pays),
@@ -33,7 +31,7 @@ def split_qkv(
         backend: "auto" or the name of a back end.
 
     Returns:
-        q (H = K G heads), k and v in the dtype of `qkv`. Differentiable by the reference only.
+        q (H = K G heads), k and v in the dtype of `qkv`. Differentiable.
 
     Raises:
         BackendError: the back end is unknown or refuses the arguments.

@@ -12,17 +12,20 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.backend import derivative_of, mosaic_gpu_is_missing
+from pallas_kernels.split_qkv import reference
+
 _FEW = 8  # rows
 _F = 64  # features of half a head
 _W = 8  # columns of a tile, one for each head that has a norm
-_COLUMN, _ROW = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+_COLUMN = plgpu.Layout.WGMMA.reduce(1)
 
 
 def refuses(qkv, rotation, q_norm_D, k_norm_D, eps) -> str | None:
     """See `backend.Backend`."""
     J, D = qkv.shape[-2:]
-    if jax.__version_info__ < (0, 11, 2):
-        return f"needs JAX 0.11.2 or newer, this is {jax.__version__}"
+    if missing := mosaic_gpu_is_missing():
+        return missing
     if (q_norm_D is None) != (k_norm_D is None):
         return "takes norms of both queries and keys, or none"
     norms = () if q_norm_D is None else (q_norm_D, k_norm_D)
@@ -32,8 +35,6 @@ def refuses(qkv, rotation, q_norm_D, k_norm_D, eps) -> str | None:
         return f"takes heads of {2 * _F} and up to {_W - 1} queries for each KV head, not {D} and {J - 2}"
     if jax.sharding.get_abstract_mesh().size > 1:
         return "is for one device"
-    if jax.default_backend() == "gpu" and not jax.devices()[0].compute_capability.startswith("9."):
-        return "is for Hopper GPUs (compute capability 9)"
     return None
 
 
@@ -42,6 +43,7 @@ def pays(qkv, rotation, q_norm_D, k_norm_D, eps) -> bool:
     return math.prod(qkv.shape[:-3]) <= _FEW
 
 
+@derivative_of(reference.split_qkv, static=(4,))
 @partial(jax.jit, static_argnums=4)
 def split_qkv(qkv, rotation, q_norm_D, k_norm_D, eps):
     """See `api.split_qkv`."""

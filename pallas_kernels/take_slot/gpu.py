@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.backend import mosaic_gpu_is_missing
 from pallas_kernels.take_slot.slots import CLOSED, EMPTY, PROTECTED
 
 _TILES = (1024, 512, 128)  # slots of a tile: 8, 4 or 1 for each thread
@@ -25,8 +26,8 @@ _NOWHERE = CLOSED - 1  # a position that no slot has
 
 def refuses(position_BKC, priority_BKC, ring_BKW, leaving_priority_BK, position_B, pinned_B, own_B) -> str | None:
     """See `backend.Backend`."""
-    if jax.__version_info__ < (0, 11, 2):
-        return f"needs JAX 0.11.2 or newer, this is {jax.__version__}"
+    if missing := mosaic_gpu_is_missing():
+        return missing
     if any(x.dtype != jnp.int32 for x in (position_BKC, ring_BKW, position_B, pinned_B)):
         return "takes int32 positions and rings only"
     if any(x.dtype != jnp.float32 for x in (priority_BKC, leaving_priority_BK)):
@@ -34,8 +35,6 @@ def refuses(position_BKC, priority_BKC, ring_BKW, leaving_priority_BK, position_
     slots = position_BKC.shape[2]
     if slots < _TILES[-1] or slots % 4:
         return f"takes at least {_TILES[-1]} slots, in fours, not {slots}"
-    if jax.default_backend() == "gpu" and not jax.devices()[0].compute_capability.startswith("9."):
-        return "is for Hopper GPUs (compute capability 9)"
     return None
 
 

@@ -7,16 +7,23 @@ gates and residuals belong to the products beside them. Of any number of tokens,
 training, the reference is the plain products that XLA knows best.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 from jaxtyping import Array, Float
 
 from pallas_kernels.backend import Backend, select_backend
 from pallas_kernels.thin_matmul import gpu, reference
-from pallas_kernels.thin_matmul.reference import rms_norm
 
-__all__ = ["matmul_add", "norm_matmul", "norm_swiglu", "rms_norm"]
+_NORM_MATMUL = {
+    "gpu": Backend(gpu.norm_matmul, "gpu", gpu.refuses_norm_matmul, gpu.pays),
+    "reference": Backend(reference.norm_matmul),
+}
+_NORM_SWIGLU = {
+    "gpu": Backend(gpu.norm_swiglu, "gpu", gpu.refuses_norm_swiglu, gpu.pays),
+    "reference": Backend(reference.norm_swiglu),
+}
+_MATMUL_ADD = {
+    "gpu": Backend(gpu.matmul_add, "gpu", gpu.refuses_matmul_add, gpu.pays),
+    "reference": Backend(reference.matmul_add),
+}
 
 
 def norm_matmul(
@@ -37,13 +44,13 @@ def norm_matmul(
         backend: "auto" or the name of a back end.
 
     Returns:
-        Both in the dtype of `x`. Differentiable by the reference only, like all of this operation.
+        Both in the dtype of `x`. Differentiable, like all of this operation.
 
     Raises:
         BackendError: the back end is unknown or refuses the arguments.
     """
-    backends = _backends(gpu.norm_matmul, gpu.refuses_norm_matmul, reference.norm_matmul)
-    return _run("norm_matmul", backend, backends, (x, norm_E, w_EO, eps))
+    arguments = x, norm_E, w_EO, eps
+    return _NORM_MATMUL[select_backend("norm_matmul", backend, _NORM_MATMUL, arguments)].run(*arguments)
 
 
 def norm_swiglu(
@@ -55,21 +62,13 @@ def norm_swiglu(
     backend: str = "auto",
 ) -> Float[Array, "*T F"]:
     """silu(n gate) * (n up) for the RMS norm n of `x`: the hidden layer of a SwiGLU; as `norm_matmul` otherwise."""
-    backends = _backends(gpu.norm_swiglu, gpu.refuses_norm_swiglu, reference.norm_swiglu)
-    return _run("norm_swiglu", backend, backends, (x, norm_E, w_E2F, eps))
+    arguments = x, norm_E, w_E2F, eps
+    return _NORM_SWIGLU[select_backend("norm_swiglu", backend, _NORM_SWIGLU, arguments)].run(*arguments)
 
 
 def matmul_add(
     x: Float[Array, "*T F"], w_FE: Float[Array, "F E"], residual: Float[Array, "*T E"], *, backend: str = "auto"
 ) -> Float[Array, "*T E"]:
     """residual + x w; as `norm_matmul` otherwise."""
-    backends = _backends(gpu.matmul_add, gpu.refuses_matmul_add, reference.matmul_add)
-    return _run("matmul_add", backend, backends, (x, w_FE, residual))
-
-
-def _backends(kernel: Callable[..., Any], refuses: Callable[..., str | None], plain: Callable[..., Any]):
-    return {"gpu": Backend(kernel, "gpu", refuses, gpu.pays), "reference": Backend(plain)}
-
-
-def _run(op, backend, backends, arguments):
-    return backends[select_backend(op, backend, backends, arguments)].run(*arguments)
+    arguments = x, w_FE, residual
+    return _MATMUL_ADD[select_backend("matmul_add", backend, _MATMUL_ADD, arguments)].run(*arguments)

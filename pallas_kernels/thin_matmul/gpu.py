@@ -23,6 +23,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.backend import derivative_of, mosaic_gpu_is_missing
+from pallas_kernels.thin_matmul import reference
+
 _N = 64  # columns of a thread block: the rows of a wgmma
 _LONG, _SHORT = 256, 64  # inputs of a tile
 _TURNS = 3  # of rows that the products of as many steps read
@@ -54,8 +57,8 @@ def refuses_matmul_add(x, w_FE, residual) -> str | None:
 
 def _refuses(x, O, *others) -> str | None:
     B, I = math.prod(x.shape[:-1]), x.shape[-1]
-    if jax.__version_info__ < (0, 11, 2):
-        return f"needs JAX 0.11.2 or newer, this is {jax.__version__}"
+    if missing := mosaic_gpu_is_missing():
+        return missing
     if any(array.dtype != jnp.bfloat16 for array in (x, *others)):
         return "takes bfloat16 only"
     if not 0 < B <= _W:
@@ -64,8 +67,6 @@ def _refuses(x, O, *others) -> str | None:
         return f"takes inputs in {_LONG}s and columns in {_N}s, not {I} and {O}"
     if jax.sharding.get_abstract_mesh().size > 1:
         return "is for one device"
-    if jax.default_backend() == "gpu" and not jax.devices()[0].compute_capability.startswith("9."):
-        return "is for Hopper GPUs (compute capability 9)"
     return None
 
 
@@ -74,6 +75,7 @@ def pays(x, *_) -> bool:
     return math.prod(x.shape[:-1]) <= _FEW
 
 
+@derivative_of(reference.norm_matmul, static=(3,))
 @partial(jax.jit, static_argnums=3)
 def norm_matmul(x, norm_E, w_EO, eps):
     """See `api.norm_matmul`."""
@@ -122,6 +124,7 @@ def _norm_matmul_kernel(
     plgpu.wait_smem_to_gmem(0)
 
 
+@derivative_of(reference.norm_swiglu, static=(3,))
 @partial(jax.jit, static_argnums=3)
 def norm_swiglu(x, norm_E, w_E2F, eps):
     """See `api.norm_swiglu`."""
@@ -149,6 +152,7 @@ def _norm_swiglu_kernel(x_ref, norm_ref, w_ref, out_ref, *, o_smem, eps, **strea
     plgpu.wait_smem_to_gmem(0)
 
 
+@derivative_of(reference.matmul_add)
 @jax.jit
 def matmul_add(x, w_FE, residual):
     """See `api.matmul_add`."""
@@ -253,7 +257,6 @@ def _stream(
 
         none_LW = plgpu.layout_cast(jnp.zeros((L, _W), jnp.float32), plgpu.Layout.WGMMA)
         square_LW = lax.fori_loop(jnp.int32(0), jnp.int32(steps), step, none_LW)
-        plgpu.wgmma_wait(0)
         return *(acc_ref[...] for acc_ref in acc_refs), square_LW.sum(axis=0)
 
     *out, square_W = pl.run_scoped(run, *(plgpu.ACC((_N, _W), jnp.float32) for _ in columns))

@@ -2,8 +2,8 @@
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array, Float
+
+from pallas_kernels.norms import rms_norm
 
 
 def norm_matmul(x, norm_E, w_EO, eps):
@@ -21,10 +21,3 @@ def norm_swiglu(x, norm_E, w_E2F, eps):
 def matmul_add(x, w_FE, residual):
     """See `api.matmul_add`."""
     return residual + x @ w_FE
-
-
-def rms_norm(x: Float[Array, "... E"], weight_E: Float[Array, "E"], eps: float) -> Float[Array, "... E"]:
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis, in at least float32; keeps the dtype of `x`."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    scale = lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-    return (wide * scale * weight_E).astype(x.dtype)

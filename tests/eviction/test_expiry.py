@@ -55,7 +55,7 @@ def test_expiry_is_a_cache_that_deletes_at_any_length(length):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("length", [1, 32, 33, 1090])
+@pytest.mark.parametrize("length", [1, 32, 33, 1090, 1120])
 @pytest.mark.parametrize("longest_column", [1, 1000])
 def test_the_kth_before_is_that_of_the_sorted_entries(length, longest_column, monkeypatch):
     monkeypatch.setattr(expiry, "_MOST_BLOCKS", (8, 8))  # the longest in blocks of several words
@@ -64,6 +64,7 @@ def test_the_kth_before_is_that_of_the_sorted_entries(length, longest_column, mo
     x_BKS = rng.permuted(np.tile(np.arange(length, dtype=np.int32), (2, HEADS, 1)), axis=-1)
     x_BKS[1, 0] = np.arange(length)[::-1]
     least_BKS = rng.integers(0, rng.integers(1, length, x_BKS.shape, endpoint=True)).astype(np.int32)
+    least_BKS[..., -1] = length
     k_BKS = rng.integers(1, rng.integers(2, np.arange(length) + 3, x_BKS.shape)).astype(np.int32)
     kth = jax.jit(lambda *arrays: expiry.kth_of_those_before(*arrays))  # of its own: a trace is kept for the function
     got_BKS = np.asarray(kth(x_BKS, np.argsort(x_BKS, axis=-1), least_BKS, k_BKS))

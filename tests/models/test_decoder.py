@@ -70,7 +70,8 @@ def test_the_gradient_of_logits_is_multiplied_in_the_dtype_of_the_weights(llama,
     if dtype == "float32":
         chex.assert_trees_all_equal(found, wanted)
     for x, y in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
-        assert np.max(np.abs(x - y)) <= 2**-7 * np.max(np.abs(y)), "the cotangent and the result are rounded to 8 bits"
+        # Cotangent and result are rounded to 8 bits; so are, on some CPUs, the ten terms of a sum as they add up.
+        assert np.max(np.abs(x - y)) <= 2**-5 * np.max(np.abs(y))
     factors = {
         var.aval.dtype
         for eqn in _equations(jax.make_jaxpr(functools.partial(gradient, run))(params, hidden_BTE).jaxpr)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvpop_jax.models import ModelConfig, RopeScaling, rope_frequencies, rope_rotation
-from pallas_kernels.split_qkv import apply_rope
+from pallas_kernels.rotary import apply_rope
 
 CONFIG = ModelConfig(
     family="llama",

@@ -11,7 +11,12 @@ from oracles import assert_close
 from pallas_kernels import matmul_add, norm_matmul, norm_swiglu
 
 EPS = 1e-3
-SIZES = {"one_row": ((1, 1), 256, 256), "three_rows": ((3,), 512, 512), "a_model": ((8, 1), 4096, 6144)}
+SIZES = {
+    "one_row": ((1, 1), 256, 256),
+    "three_rows": ((3,), 512, 512),
+    "as_many_as_pay": ((4, 1), 4096, 6144),
+    "as_many_as_are_taken": ((8, 1), 4096, 6144),
+}
 """Tokens, inputs and columns."""
 
 
