@@ -1,8 +1,7 @@
 """What a layer keeps for its backward pass when all else is computed again.
 
 Whoever rematerialises saves the values that bear `SAVED`, as in `jax.checkpoint(f, policy=SAVE_RESIDUALS)`: outputs
-and log-sum-exps of attention, and what eviction decided. They are small beside what they cost, a pass over the keys and
-a sort.
+and log-sum-exps of attention, what eviction decided, and a scorer's gradient. They are small beside what they cost.
 """
 
 from jax import Array

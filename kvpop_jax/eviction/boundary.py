@@ -11,7 +11,6 @@ from jaxtyping import Array, Bool, Float, Int
 from kvpop_jax.eviction.expiry import expiry_from_priority, ranks
 from kvpop_jax.eviction.layout import TokenLayout, eligible_range, segment_stop
 from pallas_kernels.masked_attention import NEVER
-from pallas_kernels.residuals import saved
 from pallas_kernels.scans import running_min
 
 
@@ -80,7 +79,7 @@ def boundary_loss(
     # The pool of query q - 1 is chosen from the same range without its newest token, and must be full.
     earlier_stop_BS = jnp.maximum(stop_BS - 1, start_BS)
     valid_BS = (earlier_stop_BS - start_BS >= layout.pool_BS) & (layout.pool_BS > 0) & (layout.segment_BS > 0)
-    joins_BKS, incumbent_BKS = map(saved, incumbents(target_BKS, layout, window))
+    joins_BKS, incumbent_BKS = incumbents(target_BKS, layout, window)
 
     def gap(x_BKS):
         new_BKS = jnp.take(x_BKS, jnp.maximum(new_S, 0), axis=-1)
@@ -95,7 +94,7 @@ def boundary_loss(
         weight_BKS *= _balance(keep_BKS, valid_BKS, settings.balance_limit)
     if settings.margin_weight:
         weight_BKS *= -jnp.expm1(-jnp.abs(target_gap_BKS))
-    weight_BKS, count = saved(weight_BKS), jnp.maximum(valid_BKS.sum(), 1)
+    count = jnp.maximum(valid_BKS.sum(), 1)
     loss = jnp.sum(weight_BKS * jax.nn.softplus(-sign_BKS * margin_BKS / settings.temperature)) / count
     metrics = BoundaryMetrics(
         keep_rate=jnp.sum(valid_BKS * keep_BKS) / count,

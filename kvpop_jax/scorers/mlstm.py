@@ -98,11 +98,14 @@ def mlstm_scorer(settings: MLSTMSettings, dims: ScorerDims) -> Scorer:
     def parallel(params, state, hidden_BSE, k_BSKD, v_BSKD, segment_BS, *, delay):
         x_BSKI = features(k_BSKD, v_BSKD)
         i_BSK, f_BSK = gates(params, hidden_BSE)
-        late_BSKI = jnp.pad(x_BSKI, ((0, 0), (delay, 0), (0, 0), (0, 0)))[:, : x_BSKI.shape[1]]
+        # One product, and what is shifted is the queries: the features are four times as wide.
+        weight_KIO = jnp.concatenate([params.q_KIX, params.k_KIX, params.v_KIY], axis=-1)
+        q_BSKX, write_BSKX, value_BSKY = jnp.split(per_head(x_BSKI, weight_KIO), (X, 2 * X), axis=-1)
+        late_BSKX = jnp.pad(q_BSKX, ((0, 0), (delay, 0), (0, 0), (0, 0)))[:, : q_BSKX.shape[1]]
         h_BSKY, state = mlstm_chunkwise(
-            per_head(late_BSKI, params.q_KIX) * X**-0.5,
-            per_head(x_BSKI, params.k_KIX),
-            per_head(x_BSKI, params.v_KIY),
+            late_BSKX * X**-0.5,
+            write_BSKX,
+            value_BSKY,
             i_BSK,
             f_BSK,
             state,

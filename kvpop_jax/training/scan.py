@@ -47,7 +47,7 @@ def scan_layers(
         attend: the attention; it may close over arrays, and gradients reach them.
         of_layers: whatever else each layer has of its own: a list over layers, or stacked; None for nothing.
         remat: keep only each layer's input and `pallas_kernels.residuals` for the backward pass, and compute the rest
-            again: neither attention nor what eviction decided is.
+            again: neither attention nor what eviction decided is, nor a scorer run twice.
 
     Returns:
         Hidden states after the final norm, and what `attend` returned beside its output, stacked over layers.

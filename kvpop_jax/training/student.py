@@ -98,16 +98,25 @@ def student_hidden(
 
     def attend(layer: Any, scorer_of_layer: Any, inputs: LayerInputs) -> tuple[Float[Array, "B S H D"], LayerMetrics]:
         q_BSHD, k_BSKD, v_BSKD = inputs.q_BTHD, inputs.k_BTKD, inputs.v_BTKD
-        tensors = inputs.hidden_BTE, q_BSHD, k_BSKD, v_BSKD
+        # Only the attention output carries gradient to the model.
+        tensors = lax.stop_gradient((inputs.hidden_BTE, q_BSHD, k_BSKD, v_BSKD))
         view = Prompt(batch.token_BS, *tensors, layout, seed_B, layer, frequency_D2)
-        priority_BKS = student.priorities(scorer_of_layer, view)
-        expiry_BKS = saved(expiry_from_priority(lax.stop_gradient(priority_BKS), layout, student.window))
+        scorer_alone = lax.stop_gradient(scorer_of_layer)
+        priority_BKS, to_scorer = jax.vjp(lambda own: student.priorities(own, view), scorer_alone)
+        expiry_BKS = saved(expiry_from_priority(priority_BKS, layout, student.window))
         o_BSHD, lse_BHS = masked_attention(
             q_BSHD, k_BSKD, v_BSKD, expiry_BKS, layout.segment_BS, capacity=student.capacity
         )
-        # Only the attention output carries gradient to the model.
-        seen = lax.stop_gradient(_Seen(q_BSHD, k_BSKD, lse_BHS, layout, query_BS))
-        return o_BSHD, _scorer_metrics(student, scorer_of_layer, priority_BKS, seen)
+        seen = _Seen(*tensors[1:3], lax.stop_gradient(lse_BHS), layout, query_BS)
+        metrics = {"kept_mass": _kept_mass(seen)}
+        if student.scorer is None:
+            return o_BSHD, metrics
+        # The scorer's gradient is taken on the spot: for a backward pass the scorer would have to run again.
+        taught = jax.value_and_grad(_boundary, argnums=(0, 1), has_aux=True)
+        (loss, measured), (slope, to_priority_BKS) = taught(scorer_alone, priority_BKS, student, seen)
+        slope = jax.tree.map(jnp.add, slope, *to_scorer(to_priority_BKS))
+        loss = _with_slope(loss, jax.tree.map(saved, slope), scorer_of_layer)
+        return o_BSHD, metrics | measured | {"boundary": loss}
 
     return scan_layers(config, params, batch.token_BS, batch.position_BS, attend, scorer_params, remat=remat)
 
@@ -122,18 +131,20 @@ class _Seen(NamedTuple):
     query_BS: Bool[Array, "B S"] | None
 
 
-def _scorer_metrics(
-    student: Student,
-    scorer_params: Any,
-    priority_BKS: Float[Array, "B K S"],
-    seen: _Seen,
-) -> LayerMetrics:
-    """The boundary loss of one layer and what is logged with it."""
+def _stride(seen: _Seen) -> int:
+    return max(1, seen.layout.segment_BS.shape[1] // _SAMPLED_QUERIES)
+
+
+def _kept_mass(seen: _Seen) -> Float[Array, ""]:
+    return kept_mass(seen.q_BSHD, seen.k_BSKD, seen.lse_BHS, seen.layout.segment_BS, stride=_stride(seen))
+
+
+def _boundary(
+    scorer_params: Any, priority_BKS: Float[Array, "B K S"], student: Student, seen: _Seen
+) -> tuple[Float[Array, ""], LayerMetrics]:
+    """The boundary loss of one layer, and what is logged with it."""
+    assert student.scorer is not None
     layout, window, target_config = seen.layout, student.window, student.losses.target
-    stride = max(1, layout.segment_BS.shape[1] // _SAMPLED_QUERIES)
-    metrics = {"kept_mass": kept_mass(seen.q_BSHD, seen.k_BSKD, seen.lse_BHS, layout.segment_BS, stride=stride)}
-    if student.scorer is None:
-        return metrics
     target_BKS = future_attention_target(
         seen.q_BSHD,
         seen.k_BSKD,
@@ -151,15 +162,28 @@ def _scorer_metrics(
     loss, boundary = boundary_loss(
         priority_BKS - age_BKS, decay_K, target_BKS, layout, window=window, settings=student.losses.boundary
     )
-    recall = target_recall(priority_BKS, target_BKS + age_BKS, layout, window=window, stride=stride)
-    metrics |= {
+    recall = target_recall(priority_BKS, target_BKS + age_BKS, layout, window=window, stride=_stride(seen))
+    return loss, {
         "comparisons": boundary.comparisons,
         "keep_rate": boundary.keep_rate,
         "boundary_accuracy": boundary.accuracy,
         "recall": recall,
         "lambda": decay_K.mean(),
     }
-    return {"boundary": loss, **lax.stop_gradient(metrics)}
+
+
+@jax.custom_jvp
+def _with_slope(value: Float[Array, ""], slope: Any, at: Any) -> Float[Array, ""]:
+    """`value`, a function of the tree `at` whose gradient there is known to be `slope`."""
+    del slope, at
+    return value
+
+
+@_with_slope.defjvp
+def _with_slope_jvp(primals, tangents):
+    value, slope, _ = primals
+    products = jax.tree.map(lambda slope, at_dot: jnp.sum(slope * at_dot), slope, tangents[2])
+    return value, sum(jax.tree.leaves(products), jnp.zeros_like(value))
 
 
 def _dense_lse(seen: _Seen) -> Float[Array, "B H S"]:

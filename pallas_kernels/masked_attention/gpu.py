@@ -133,10 +133,7 @@ def _gradients(chunk, capacity, q_BTHD, k_BSKD, v_BSKD, end_BKS, o_BTHD, lse_BHT
     key_span_BKnJ4 = gpu_chunks.key_spans(end_BKS, old, chunk)
     dq_BTHD = attend_dq(q_BTHD, *keys, query_span_BKnI6, log2_BHT, do_BTHD, shift_BHT)
     own, of_old = attend_dkv(q_BTHD, *keys, key_span_BKnJ4, log2_BHT, do_BTHD, shift_BHT)
-    dk_BSKD, dv_BSKD = (
-        gpu_chunks.scattered(x_BSKD, x_BKND, old).astype(k_BSKD.dtype)
-        for x_BSKD, x_BKND in zip(own, of_old, strict=True)
-    )
+    dk_BSKD, dv_BSKD = (x_BSKD.astype(k_BSKD.dtype) for x_BSKD in gpu_chunks.scattered(own, of_old, old))
     return dq_BTHD, dk_BSKD, dv_BSKD
 
 

@@ -8,6 +8,7 @@ mask at all. A whole row is one chunk with no survivors (one tile of empty place
 Everything here is XLA. Memory is S (C / L + 1) rows of K and V.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -19,6 +20,8 @@ KEYS = 128
 """Keys of a tile: what one step of a kernel loads."""
 ROWS = 64
 """Queries of a block, all of one head: the rows that a warpgroup multiplies."""
+_CHUNKS_A_TURN = 4
+"""Whose rows one turn of a loop adds: beside a scatter of ten microseconds a turn's other launches count."""
 _ALL_AT_ONCE = 1 << 25
 """Entries of the table of chunks by keys that are made at once, while survivors are looked for."""
 
@@ -74,22 +77,25 @@ def gathered(x_BSKD: Float[Array, "B S K D"], old: Survivors) -> Float[Array, "B
     )
 
 
-def scattered(x_BSKD: Float[Array, "B S K D"], x_BKND: Float[Array, "B K N D"], old: Survivors):
-    """`x_BSKD` plus the rows of all chunks where they belong, chunk by chunk, so that sums have one order."""
-    B, S, K, D = x_BSKD.shape
+def scattered(own: Sequence[Float[Array, "B S K D"]], of_old: Sequence[Float[Array, "B K N D"]], old: Survivors):
+    """Each of `own` plus the rows of all chunks where they belong, chunk by chunk, so that sums have one order."""
+    B, S, K, D = own[0].shape
     n, C = old.position_BKnC.shape[2:]
-    x_BKnCD, row_BKnC = x_BKND.reshape(B, K, n, C, D), _rows(old, K, old.position_BKnC).reshape(B, K, n, C)
+    row_BKnC = _rows(old, K, old.position_BKnC).reshape(B, K, n, C)
+    of_chunks = [x_BKND.reshape(B, K, n, C, D) for x_BKND in of_old]
+    put = jax.vmap(lambda total_MD, row_N, x_ND: total_MD.at[row_N].add(x_ND, mode="drop", unique_indices=True))
 
-    def add(total_BMD, chunk):
+    def add(totals, chunk):
         # Sliced here: scanned over, all chunks would be copied to lie first.
-        x_BKCD, row_BKC = (lax.dynamic_index_in_dim(x, chunk, 2, keepdims=False) for x in (x_BKnCD, row_BKnC))
-        x_BND, row_BN = x_BKCD.reshape(B, K * C, D), row_BKC.reshape(B, K * C)
-        put = dict(mode="drop", unique_indices=True)
-        return jax.vmap(lambda total_MD, row_N, x_ND: total_MD.at[row_N].add(x_ND, **put))(
-            total_BMD, row_BN, x_BND
-        ), None
+        row_BKC, *rows = (lax.dynamic_index_in_dim(x, chunk, 2, keepdims=False) for x in (row_BKnC, *of_chunks))
+        row_BN = row_BKC.reshape(B, K * C)
+        return [
+            put(total_BMD, row_BN, x_BKCD.reshape(B, K * C, D)) for total_BMD, x_BKCD in zip(totals, rows, strict=True)
+        ], None
 
-    return lax.scan(add, x_BSKD.reshape(B, S * K, D), jnp.arange(n))[0].reshape(x_BSKD.shape)
+    totals = [x_BSKD.reshape(B, S * K, D) for x_BSKD in own]
+    totals, _ = lax.scan(add, totals, jnp.arange(n), unroll=min(n, _CHUNKS_A_TURN))
+    return [total_BMD.reshape(B, S, K, D) for total_BMD in totals]
 
 
 def query_spans(end_BKS: Int[Array, "B K S"], old: Survivors, chunk: int, group: int) -> Int[Array, "B K n I 6"]:

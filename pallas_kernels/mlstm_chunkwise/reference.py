@@ -146,8 +146,10 @@ def _chunk_reads(entering, q_BKLX, k_BKLX, v_BKLY, i_BKL, b_BKL, real_BL, run_BL
 
     scores_BKLL = _einsum("BKLX,BKMX->BKLM", q_BKLX, k_BKLX) * jnp.exp(token_weight_BKLL - m_BKL[..., None])
     weighted_BKLX = q_BKLX * jnp.exp(memory_weight_BKL - m_BKL)[..., None]
-    sum_BKLY = _einsum("BKLX,BKXY->BKLY", weighted_BKLX, entering.c_BKXY)
-    sum_BKLY = sum_BKLY + _einsum("BKLM,BKMY->BKLY", scores_BKLL, v_BKLY)
+    # XLA would join products that share a factor, here with what chunks write and in the gradient with each other, into
+    # 192 rows or columns: not a size of GPU tiles, and half as fast. Not past a barrier.
+    of_memory_BKLY = lax.optimization_barrier(_einsum("BKLX,BKXY->BKLY", weighted_BKLX, entering.c_BKXY))
+    sum_BKLY = of_memory_BKLY + _einsum("BKLM,BKMY->BKLY", scores_BKLL, lax.optimization_barrier(v_BKLY))
     norm_BKL = jnp.sum(scores_BKLL, axis=-1) + jnp.sum(weighted_BKLX * entering.n_BKX[:, :, None], axis=-1)
     return sum_BKLY, _bounded(norm_BKL, m_BKL)
 

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax.extend.core import jaxprs_in_params
+from jax.test_util import check_grads
 
 from kvpop_jax import policies
 from kvpop_jax.config import LossConfig, TargetConfig
@@ -183,9 +184,9 @@ def test_rematerialised_layers_give_the_same_gradient(params):
     chex.assert_trees_all_close(gradient(True), gradient(False), rtol=1e-3, atol=1e-4)
 
 
-def test_the_backward_pass_neither_attends_nor_evicts_again(params):
-    # With rematerialisation: what a forward pass does beside projections and the scorer happens once.
-    student, batch = _student("kvpop_mlp"), _batch()
+def test_the_backward_pass_neither_attends_nor_evicts_nor_scores_again(params):
+    # With rematerialisation: what a forward pass does beside projections happens once.
+    student, batch = _student(), _batch()
 
     def value(params, scorer):
         hidden, metrics = student_hidden(student, ONE_LAYER, params, scorer, batch, jnp.array([6, 9]), KEY, remat=True)
@@ -195,6 +196,25 @@ def test_the_backward_pass_neither_attends_nor_evicts_again(params):
     both = jax.make_jaxpr(jax.value_and_grad(value, argnums=(0, 1)))(params, _fresh(student))
     assert _count(both.jaxpr, "population_count") == _count(forward.jaxpr, "population_count") > 0  # of expiry
     assert _count(both.jaxpr, "reduce_max") == _count(forward.jaxpr, "reduce_max") > 0  # of the log-sum-exps
+    assert _count(both.jaxpr, "tanh") == _count(forward.jaxpr, "tanh") > 0  # of the scorer's gates
+
+
+@pytest.mark.parametrize("policy", ["kvpop", "kvpop_mlp"])
+def test_the_gradient_of_the_boundary_loss_is_its_slope(params, policy):
+    student, batch = _student(policy), _batch()
+    # Without the weight by the targets' gap, which lambda moves and which takes no gradient.
+    unweighted = dataclasses.replace(student.losses.boundary, margin_weight=False)
+    student = dataclasses.replace(student, losses=dataclasses.replace(student.losses, boundary=unweighted))
+    with jax.enable_x64(True):
+        params, scorer = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), (params, _opinionated(student)))
+
+        @jax.jit
+        def loss(scorer):
+            _, metrics = student_hidden(student, ONE_LAYER, params, scorer, batch, jnp.array([6, 9]), KEY, remat=True)
+            return metrics["boundary"].sum()
+
+        # The step is too small for any token to be evicted at another time: the slope counts none of that.
+        check_grads(loss, (scorer,), order=1, modes=["rev"], eps=1e-6, rtol=1e-6, atol=1e-8)
 
 
 def _count(jaxpr, primitive):
