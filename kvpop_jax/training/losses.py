@@ -79,8 +79,8 @@ def kl_to_teacher(
     the positions that `predicts` marks.
 
     Returns:
-        The loss (gradients reach the student only), and the share of positions where both have the same likeliest
-        token.
+        The loss (gradients reach the student only), and the share of positions where a likeliest token of both is the
+        same.
     """
     teacher_BSE = lax.stop_gradient(teacher_BSE)
     top_k = min(top_k, vocab_size)
