@@ -30,6 +30,7 @@ from arguments import batches, count, counts
 from bandwidth import copy_bandwidth
 from beside import Transformers
 from jaxtyping import Array, Int
+from profiler import kernel_times
 
 from kvpop_jax import cli, policies
 from kvpop_jax.cache import CLOSED, EMPTY, CachePlan, LayerCache, cache_dtype_of, entry_bytes
@@ -118,6 +119,7 @@ def main(argv: Sequence[str]) -> int:
         "--cache_dtype", choices=("int8", "fp8"), help="of keys and values; default: that of the weights"
     )
     parser.add_argument("--beside", choices=("transformers",), help="what to time as well, at batch 1")
+    parser.add_argument("--profile", action="store_true", help="list what a step runs on a GPU, kernel by kernel")
     parser.add_argument("--output", type=Path, help="JSON file to write as well")
     options = parser.parse_args(argv)
     middles = () if options.length is None else tuple((2 * n + 1) * options.length // 16 for n in range(8))
@@ -137,6 +139,8 @@ def main(argv: Sequence[str]) -> int:
     for batch in options.batch:
         programs = compile_all(config, params, names, batch, options)
         rows += to_rows(programs, time_all(programs, params, options), read_bytes(config, params), bandwidth, options)
+        if options.profile:
+            profile(programs, params, options.steps)
     print(table(rows) + others)
     if options.length is not None:
         print(generations([row for row in rows if row.position in middles], options.length))
@@ -251,6 +255,15 @@ def time_all(
                         seconds.setdefault((program, position), []).append(spent)
                 del state, tokens
     return {key: float(np.median(values)) for key, values in seconds.items()}
+
+
+def profile(programs: list[Program], params: DecoderParams, steps: int) -> None:
+    """Prints the kernels of a step of every program."""
+    for program in programs:
+        state, tokens, _ = program.run(params, program.scorers, program.start(program.positions[0]))
+        jax.block_until_ready(tokens)
+        lines = kernel_times(partial(program.run, params, program.scorers, state), steps, most=40)
+        print(f"{program.policy}, batch {program.batch}, of a step:", *lines, sep="\n    ", flush=True)
 
 
 def to_rows(

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from arguments import count
+from profiler import kernel_times
 
 from kvpop_jax import cli, sharding
 from kvpop_jax.config import ModelSource, PolicyConfig, TrainConfig
@@ -72,6 +73,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--accumulate", type=count, default=1, help="parts of the batch, one after the other")
     parser.add_argument("--mesh", default="", help="fsdp=2, or data=1,fsdp=2,model=1; default: one device")
     parser.add_argument("--steps", type=count, default=8, help="timed, after two to warm up")
+    parser.add_argument("--profile", action="store_true", help="list what a step runs on a GPU, kernel by kernel")
     options = parser.parse_args(argv)
     settings = mesh_settings(options.mesh)
     mesh = sharding.global_mesh(settings)
@@ -84,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
     print("| method | tokens | rows | ms a step | tokens/s | tokens/s a device | MFU | GiB a device | compiled in s |")
     print("|---|---|---|---|---|---|---|---|---|")
     for shape in shapes:
-        print(measure(shape, mesh, options.steps), flush=True)
+        print(measure(shape, mesh, options.steps, profile=options.profile), flush=True)
     return 0
 
 
@@ -218,8 +220,8 @@ def abstract_step(shape: Shape) -> Any:
     return step.run.lower(*(jax.eval_shape(make) for make in (step.state, step.frozen)), step.batch())
 
 
-def measure(shape: Shape, mesh: Any, steps: int) -> str:
-    """A row of the table."""
+def measure(shape: Shape, mesh: Any, steps: int, *, profile: bool = False) -> str:
+    """A row of the table, and below it, if wanted, the kernels of one more step."""
     with jax.set_mesh(mesh):
         parts = build(shape)
         state = sharding.make_on(mesh, parts.state)
@@ -234,6 +236,7 @@ def measure(shape: Shape, mesh: Any, steps: int) -> str:
             state, metrics = compiled(state, frozen, batch)
             loss = float(metrics["loss"])  # waits for the step
             seconds.append(time.perf_counter() - begin)
+        kernels = kernel_times(lambda: compiled(state, frozen, batch)[1]["loss"], 1, most=60) if profile else []
     if not np.isfinite(loss):
         raise RuntimeError(f"method {shape.method}: the loss is {loss}")
     second = float(np.median(seconds[2:]))
@@ -244,10 +247,11 @@ def measure(shape: Shape, mesh: Any, steps: int) -> str:
     memory = compiled.memory_analysis()
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     held += memory.temp_size_in_bytes
-    return (
+    row = (
         f"| {shape.method} | {length} | {rows} | {second * 1e3:.1f} | {rate:.0f} | {rate / mesh.size:.0f} | {mfu} "
         f"| {held / 2**30:.2f} | {compiling:.0f} |"
     )
+    return "\n    ".join([row, *kernels])
 
 
 def needed_flops(shape: Shape) -> float:

@@ -82,7 +82,7 @@ def norm_matmul(x, norm_E, w_EO, eps):
     x_BE = x.reshape(-1, x.shape[-1])
     (B, E), O = x_BE.shape, w_EO.shape[1]
     bf16 = jnp.bfloat16
-    scratch = _scratch(B, O // _N, matrices=1) | dict(
+    scratch = _scratch(B, O // _N, matrices=1, vectors=2) | dict(
         o_smem=plgpu.SMEM((B, _N), bf16),
         normed_smem=plgpu.SMEM((B, _N), bf16),
         scale_smem=plgpu.SMEM((_W,), jnp.float32),
@@ -130,7 +130,7 @@ def norm_swiglu(x, norm_E, w_E2F, eps):
     """See `api.norm_swiglu`."""
     x_BE = x.reshape(-1, x.shape[-1])
     (B, E), F = x_BE.shape, w_E2F.shape[2]
-    scratch = _scratch(B, F // _N, matrices=2) | dict(o_smem=plgpu.SMEM((B, _N), jnp.bfloat16))
+    scratch = _scratch(B, F // _N, matrices=2, vectors=2) | dict(o_smem=plgpu.SMEM((B, _N), jnp.bfloat16))
     out_BF = _call(
         partial(_norm_swiglu_kernel, eps=eps),
         "norm_swiglu",
@@ -158,7 +158,7 @@ def matmul_add(x, w_FE, residual):
     """See `api.matmul_add`."""
     x_BF, residual_BE = x.reshape(-1, x.shape[-1]), residual.reshape(-1, residual.shape[-1])
     B, E = residual_BE.shape
-    scratch = _scratch(B, E // _N, matrices=1) | dict(o_smem=plgpu.SMEM((B, _N), jnp.bfloat16))
+    scratch = _scratch(B, E // _N, matrices=1, vectors=1) | dict(o_smem=plgpu.SMEM((B, _N), jnp.bfloat16))
     out_BE = _call(
         _matmul_add_kernel, "matmul_add", jax.ShapeDtypeStruct((B, E), jnp.bfloat16), scratch, E // _N,
         (x_BF, w_FE, residual_BE),
@@ -178,7 +178,8 @@ def _matmul_add_kernel(x_ref, w_ref, residual_ref, out_ref, *, o_smem, **streams
     plgpu.wait_smem_to_gmem(0)
 
 
-def _scratch(B: int, blocks: int, matrices: int) -> dict:
+def _scratch(B: int, blocks: int, matrices: int, vectors: int) -> dict:
+    """What `_stream` works with, for so many matrices, and vectors beside them: x, and the weights of its norm."""
     resident, L = (1, _LONG // matrices) if blocks <= _MULTIPROCESSORS else (2, _SHORT)
     stages = _TILE_BYTES // resident // (2 * L * (matrices * _N + B + 1))
     assert stages > 2, "a tile is overwritten two steps after its own"
@@ -188,17 +189,16 @@ def _scratch(B: int, blocks: int, matrices: int) -> dict:
         x_smem=plgpu.SMEM((stages, B, L), bf16),
         norm_smem=plgpu.SMEM((stages, L), bf16),
         p_smem=plgpu.SMEM((_TURNS, _W, L), bf16, transforms=_TILED),
+        loaded=plgpu.Barrier(num_arrivals=matrices + vectors, num_barriers=stages),
     )
 
 
 def _call(kernel, name, out_type, scratch, blocks, arguments):
-    stages, matrices = scratch["w_smem"].shape[:2]
-    loads = len([x for x in arguments[:2] if x.ndim == 1]) + 1 + matrices
     with jax.enable_x64(False):  # else the kernels' indices are of 64 bits, which Mosaic GPU does not take
         return plgpu.kernel(
             kernel,
             out_type=out_type,
-            scratch_types=scratch | dict(loaded=plgpu.Barrier(num_arrivals=loads, num_barriers=stages)),
+            scratch_types=scratch,
             grid=(blocks,),
             grid_names=("block",),
             kernel_name=name,

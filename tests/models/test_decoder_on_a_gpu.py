@@ -32,8 +32,11 @@ def layer(residual_BTE, tokens_at_once=None, config=CONFIG):
     params = init_params(config, jax.random.key(0), jnp.dtype("bfloat16")).layers[0]
     position_BT = jnp.zeros(residual_BTE.shape[:2], jnp.int32)
     rotation = rope_rotation(config, position_BT, residual_BTE.dtype)
-    attend = lambda inputs: (inputs.q_BTHD, None)  # noqa: E731
-    return apply_layer(config, attend, params, residual_BTE, rotation, tokens_at_once=tokens_at_once)[0]
+
+    def queries(inputs):
+        return inputs.q_BTHD, None
+
+    return apply_layer(config, queries, params, residual_BTE, rotation, tokens_at_once=tokens_at_once)[0]
 
 
 def kernels(function, tokens):
