@@ -87,7 +87,7 @@ def mlstm_chunkwise_cases(real: bool) -> Iterator[Fields]:
 
     yield dict(
         op="mlstm_chunkwise", shape=f"forward and backward, S {S}, K {K}, {X} x {Y}", inputs=inputs,
-        carry={n + 1: n for n in range(5)}, forms=("reference",), run=run,
+        carry={n + 1: n for n in range(5)}, forms=_on_a_gpu(), run=run,
         reference=lambda q, k, v, i, f: mlstm_chunkwise(q, k, v, i, f, None, ones_BS, chunk=32, backend="reference")[0],
         bytes=2 * 4 * S * K * (2 * X + Y + 2) + 4 * S * K * Y, runs=4,
     )  # fmt: skip

@@ -14,12 +14,13 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.backend import Backend, select_backend
 from pallas_kernels.meshes import per_shard
-from pallas_kernels.mlstm_chunkwise import reference, tpu
+from pallas_kernels.mlstm_chunkwise import gpu, reference, tpu
 from pallas_kernels.mlstm_chunkwise.state import MLSTMState, mlstm_initial_state
 
 __all__ = ["MLSTMState", "mlstm_chunkwise", "mlstm_initial_state", "mlstm_step"]
 
 _BACKENDS = {
+    "gpu": Backend(gpu.mlstm_chunkwise, "gpu", gpu.refuses),
     "tpu": Backend(tpu.mlstm_chunkwise, "tpu", tpu.refuses),
     "reference": Backend(reference.mlstm_chunkwise),
 }

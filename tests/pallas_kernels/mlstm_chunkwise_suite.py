@@ -29,18 +29,21 @@ LAYOUTS = {  # rows of (segment, number of positions); segment 0 is padding
 
 @dataclass(frozen=True)
 class Sizes:
-    """Heads, key and value dimension of the memory."""
+    """Heads, key and value dimension of the memory; how many rows of a layout there are, and how much longer."""
 
     heads: int = 2
     key_dim: int = 8
     value_dim: int = 16
+    rows: int = 3
+    scale: int = 1
 
 
 SCORER = Sizes(heads=2, key_dim=64, value_dim=128)
 
 
-def segment_ids(layout) -> np.ndarray:
-    return np.array([[segment for segment, count in row for _ in range(count)] for row in layout], np.int32)
+def segment_ids(layout, sizes: Sizes = Sizes()) -> np.ndarray:
+    rows = [[segment for segment, count in row for _ in range(count * sizes.scale)] for row in layout[: sizes.rows]]
+    return np.array(rows, np.int32)
 
 
 def random_layout(seed: int):
@@ -57,7 +60,7 @@ def random_layout(seed: int):
 def random_inputs(seed: int, sizes: Sizes = Sizes(), dtype=jnp.float32):
     """(q, k, v, i, f, state). Gates span forgetting at once to hardly ever, and weights from e^-6 to e^6."""
     rng = np.random.default_rng(seed)
-    B, S, K, X, Y = 3, LENGTH, sizes.heads, sizes.key_dim, sizes.value_dim
+    B, S, K, X, Y = sizes.rows, LENGTH * sizes.scale, sizes.heads, sizes.key_dim, sizes.value_dim
 
     def normal(*shape, scale=1.0, shift=0.0, to=dtype):
         return jnp.asarray(rng.normal(size=shape) * scale + shift, to)
@@ -158,9 +161,9 @@ def in_float64(form, inputs, layout_BS):
 
 
 @cache
-def truth(name: str):
+def truth(name: str, sizes: Sizes = Sizes()):
     """The recurrent form in float64, computed once for all tests of a layout."""
-    return in_float64(recurrent_form, random_inputs(seed=1), run_numbers(segment_ids(LAYOUTS[name])))
+    return in_float64(recurrent_form, random_inputs(1, sizes), run_numbers(segment_ids(LAYOUTS[name], sizes)))
 
 
 def largest_error(actual, expected) -> float:
@@ -183,28 +186,33 @@ class MLSTMChunkwiseSuite:
     """What any back end must satisfy."""
 
     backend: str
+    sizes = Sizes()
+    scorer = SCORER
     float32_bound = 1e-5
     bfloat16_bound = 5e-3  # results are rounded to bfloat16, by up to 2**-8
 
     def form(self, chunk: int = 16):
         return chunkwise_form(self.backend, chunk)
 
+    def segments(self, name: str):
+        return segment_ids(LAYOUTS[name], self.sizes)
+
     @pytest.mark.parametrize("name", LAYOUTS)
     def test_float32_stays_within_its_error_of_float64(self, name):
-        inputs, segment_BS = random_inputs(seed=1), segment_ids(LAYOUTS[name])
+        inputs, segment_BS = random_inputs(1, self.sizes), self.segments(name)
         actual = with_gradients(self.form(), inputs, segment_BS)
-        assert largest_error(actual, truth(name)) < self.float32_bound
+        assert largest_error(actual, truth(name, self.sizes)) < self.float32_bound
 
     def test_no_given_state_is_the_empty_state(self):
-        *inputs, state = random_inputs(seed=2)
-        segment_BS = segment_ids(LAYOUTS["segments_inside_a_chunk"])
+        *inputs, state = random_inputs(2, self.sizes)
+        segment_BS = self.segments("segments_inside_a_chunk")
         none = self.form()(*inputs, None, segment_BS)
         chex.assert_trees_all_equal(none, self.form()(*inputs, jax.tree.map(jnp.zeros_like, state), segment_BS))
 
     @pytest.mark.parametrize(("dtype", "bound"), [(jnp.float32, "float32_bound"), (jnp.bfloat16, "bfloat16_bound")])
     def test_sizes_of_a_scorer_in_every_input_dtype(self, dtype, bound):
-        inputs = random_inputs(seed=3, sizes=SCORER, dtype=dtype)
-        segment_BS = segment_ids(LAYOUTS["padding_before_between_after"])
+        inputs = random_inputs(3, self.scorer, dtype)
+        segment_BS = segment_ids(LAYOUTS["padding_before_between_after"], self.scorer)
         outputs, gradients = with_gradients(self.form(), inputs, segment_BS)
         chex.assert_trees_all_equal_shapes_and_dtypes(gradients, inputs)
         chex.assert_trees_all_equal_shapes_and_dtypes(outputs, (inputs[2], inputs[-1]))
@@ -214,10 +222,11 @@ class MLSTMChunkwiseSuite:
     @pytest.mark.core
     @pytest.mark.parametrize("cut", [1, 7, 16, 31])
     def test_a_state_carried_across_two_calls_equals_one_call(self, cut):
-        *inputs, state = random_inputs(seed=4)
-        segment_BS = segment_ids(LAYOUTS["segments_inside_a_chunk"])
+        *inputs, state = random_inputs(4, self.sizes)
+        segment_BS = self.segments("segments_inside_a_chunk")
         whole = self.form()(*inputs, state, segment_BS)
-        here = np.arange(LENGTH) < cut
+        cut *= self.sizes.scale
+        here = np.arange(segment_BS.shape[1]) < cut
         first, between = self.form()(*inputs, state, np.where(here, segment_BS, 0))
         # A state continues the first segment it meets: where a segment ends at the cut, the caller restarts it.
         goes_on_B = segment_BS[:, cut - 1] == segment_BS[:, cut]
@@ -227,27 +236,28 @@ class MLSTMChunkwiseSuite:
 
     @pytest.mark.core
     def test_padding_changes_neither_the_read_outs_nor_the_final_state(self):
-        *inputs, state = random_inputs(seed=5)
-        segment_BS = segment_ids([[(1, 20), (2, 4), (0, 20)]] * 3)
+        *inputs, state = random_inputs(5, self.sizes)
+        segment_BS = segment_ids([[(1, 20), (2, 4), (0, 20)]] * 3, self.sizes)
         h, final = self.form()(*inputs, state, segment_BS)
-        moved = (jnp.roll(a, 13, axis=1) for a in inputs)
-        real_S = np.roll(segment_BS[0], 13) > 0
+        move = 13 * self.sizes.scale
+        moved = (jnp.roll(a, move, axis=1) for a in inputs)
+        real_S = np.roll(segment_BS[0], move) > 0
         moved = (jnp.where(real_S.reshape(-1, *[1] * (a.ndim - 2)), a, 50.0) for a in moved)
-        moved_h, moved_final = self.form()(*moved, state, np.roll(segment_BS, 13, axis=1))
-        chex.assert_trees_all_close((jnp.roll(moved_h, -13, axis=1), moved_final), (h, final), rtol=1e-4, atol=1e-5)
+        moved_h, moved_final = self.form()(*moved, state, np.roll(segment_BS, move, axis=1))
+        chex.assert_trees_all_close((jnp.roll(moved_h, -move, axis=1), moved_final), (h, final), rtol=1e-4, atol=1e-5)
         assert not moved_h[:, ~real_S].any()
 
     def test_rows_of_padding_keep_their_state_and_take_no_gradient(self):
-        inputs = random_inputs(seed=6)
-        segment_BS = segment_ids(LAYOUTS["rows_of_padding_only"])
+        inputs = random_inputs(6, self.sizes)
+        segment_BS = self.segments("rows_of_padding_only")
         (_, final), gradients = with_gradients(self.form(), inputs, segment_BS)
         chex.assert_trees_all_equal(*(jax.tree.map(lambda a: a[::2], state) for state in (final, inputs[-1])))
         assert not any(gradient[::2].any() for gradient in gradients[:5])
 
     @pytest.mark.core
     def test_a_segment_sees_nothing_of_its_neighbours(self):
-        q, k, v, i, f, state = random_inputs(seed=7)
-        segment_BS = segment_ids(LAYOUTS["segments_inside_a_chunk"])
+        q, k, v, i, f, state = random_inputs(7, self.sizes)
+        segment_BS = self.segments("segments_inside_a_chunk")
         own_BS = run_numbers(segment_BS) == 1
         before = self.form()(q, k, v, i, f, state, segment_BS)[0]
         k, v = (jnp.where(own_BS[..., None, None], a, 3.0 - a) for a in (k, v))
@@ -256,21 +266,21 @@ class MLSTMChunkwiseSuite:
         chex.assert_trees_all_close(after[own_BS], before[own_BS], rtol=1e-5, atol=1e-6)
 
     def test_the_unit_of_the_given_state_does_not_matter(self):
-        *inputs, state = random_inputs(seed=8)
-        segment_BS = segment_ids(LAYOUTS["one_segment"])
+        *inputs, state = random_inputs(8, self.sizes)
+        segment_BS = self.segments("one_segment")
         other = MLSTMState(state.c_BKXY * jnp.exp(-3.0), state.n_BKX * jnp.exp(-3.0), state.m_BK + 3.0)
         h, other_h = (self.form()(*inputs, given, segment_BS)[0] for given in (state, other))
         assert largest_error(other_h, h) < 1e-4
 
     @pytest.mark.parametrize("size", [80.0, 1e4])
     def test_extreme_gates_neither_overflow_nor_give_nan(self, size):
-        q, k, v, i, f, state = random_inputs(seed=9)
-        segment_BS = segment_ids(LAYOUTS["padding_before_between_after"])
+        q, k, v, i, f, state = random_inputs(9, self.sizes)
+        segment_BS = self.segments("padding_before_between_after")
         outputs, back = jax.vjp(lambda *args: self.form()(*args, segment_BS), q, k, v, i * size, f * size, state)
         chex.assert_tree_all_finite((outputs, back(jax.tree.map(jnp.ones_like, outputs))))
 
     def test_an_unknown_backend_and_a_chunk_below_one_are_refused(self):
-        inputs, segment_BS = random_inputs(seed=10), segment_ids(LAYOUTS["one_segment"])
+        inputs, segment_BS = random_inputs(10, self.sizes), self.segments("one_segment")
         with pytest.raises(BackendError, match="nonesuch"):
             mlstm_chunkwise(*inputs, segment_BS, backend="nonesuch")
         with pytest.raises(ValueError, match="chunk=0"):
