@@ -7,7 +7,6 @@
 from kvpop_jax.cache.budget import CachePlan, cache_dtype_of, entry_bytes, plan_cache
 from kvpop_jax.cache.layer import (
     LayerCache,
-    Leaving,
     cache_from_prompt,
     empty_slot,
     leaving_token,
@@ -16,6 +15,7 @@ from kvpop_jax.cache.layer import (
     survived,
     weakest,
 )
+from pallas_kernels.leaving import Leaving
 from pallas_kernels.take_slot import CLOSED, EMPTY, PROTECTED
 
 __all__ = [

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvpop_jax.cache.budget import CachePlan
-from pallas_kernels.rows import Rows, read_rows, to_rows
+from pallas_kernels.leaving import Leaving
+from pallas_kernels.rows import Rows, to_rows
 from pallas_kernels.take_slot import CLOSED, EMPTY, weakest_slot
 
 
@@ -40,32 +41,9 @@ class LayerCache:
     state: Any
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Leaving:
-    """The token that leaves the window as a new one arrives.
-
-    Its position is negative while there is none. Where a head no longer holds it (the prompt may have been cut by
-    another policy) there are zeros.
-    """
-
-    position_B: Int[Array, "B"]
-    k_BKD: Float[Array, "B K D"]
-    v_BKD: Float[Array, "B K D"]
-
-
 def leaving_token(cache: LayerCache, position_B: Int[Array, "B"]) -> Leaving:
     """The token that the arrival of `position` pushes out of the window: position - w."""
-    window, slots = cache.ring_BKW.shape[-1], cache.position_BKC.shape[-1]
-    slot_BK = jnp.take_along_axis(cache.ring_BKW, (position_B % window)[:, None, None], axis=-1)[..., 0]
-    leaving_B = position_B - window
-    inside_BK = jnp.minimum(slot_BK, slots - 1)
-    held_BK = _row(cache.position_BKC, inside_BK) == jnp.maximum(leaving_B, 0)[:, None]
-    row = partial(_row, slot_BK=inside_BK)
-    k_BKD, v_BKD = (
-        jnp.where(held_BK[..., None], read_rows(jax.tree.map(row, x)), 0) for x in (cache.k_BKCD, cache.v_BKCD)
-    )
-    return Leaving(leaving_B, k_BKD, v_BKD)
+    return Leaving(position_B, cache.k_BKCD, cache.v_BKCD, cache.position_BKC, cache.ring_BKW)
 
 
 def weakest(priority_BKC: Float[Array, "B K C"], position_BKC: Int[Array, "B K C"]) -> Int[Array, "B K"]:
@@ -154,8 +132,3 @@ def _gather(x_BKS: Array, token_BKC: Array) -> Array:
     """The rows of the tokens, 0 for a token past the end."""
     take = jax.vmap(jax.vmap(lambda x_S, token_C: jnp.take(x_S, token_C, axis=0, mode="fill", fill_value=0)))
     return take(x_BKS, token_BKC)
-
-
-def _row(x: Array, slot_BK: Array) -> Array:
-    """What is in each head's slot of an array [B, K, C, ...]."""
-    return jnp.take_along_axis(x, slot_BK.reshape(*slot_BK.shape, *(1,) * (x.ndim - 2)), axis=2)[:, :, 0]

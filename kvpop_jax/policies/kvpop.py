@@ -42,8 +42,7 @@ def learned_policy(name: str, kind: str, settings: PolicySettings) -> Policy:
         return score_BKS + scorer.decay(params)[:, None] * layout.position_BS[:, None], state
 
     def recurrent(params, state, new, leaving, plan):
-        state, score_BK = scorer.step(params, state, new.hidden_BE, new.k_BKD, new.v_BKD, leaving.k_BKD, leaving.v_BKD)
-        return state, score_BK + scorer.decay(params) * leaving.position_B[:, None]
+        return scorer.step(params, state, new.hidden_BE, new.k_BKD, new.v_BKD, leaving)
 
     return expiry_policy(
         name,

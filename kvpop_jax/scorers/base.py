@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from kvpop_jax.models import ModelConfig
+from pallas_kernels.leaving import Leaving, leaving_at_once
 from pallas_kernels.scorer_step import unit_rms
 
 DecayMode = Literal["learned", "frozen", "zero"]
@@ -42,8 +43,8 @@ class Scorer:
         parallel: (parameters, state, hidden_BSE, k_BSKD, v_BSKD, segment_BS, *, delay) -> (score_BKS, state). The score
             of token t is what the recurrent form gives when the token leaves a window of `delay` tokens; 0 where the
             document ends before that.
-        step: (parameters, state, hidden_BE, k_BKD, v_BKD, leaving_k_BKD, leaving_v_BKD) -> (state, score_BK). Absorbs
-            the new token, then scores the one that leaves the window.
+        step: (parameters, state, hidden_BE, k_BKD, v_BKD, leaving) -> (state, priority_BK). Absorbs the new token, then
+            ranks the one that leaves the window, a `Leaving`: its score + lambda * its position.
         decay: parameters -> lambda per KV head, in nats per token.
         state_bytes_per_head: window -> bytes of state per KV head, which the budget is charged for.
     """
@@ -52,7 +53,10 @@ class Scorer:
     init: Callable[[Array], Any]
     init_state: Callable[[int, int], Any]
     parallel: Callable[..., tuple[Float[Array, "B K S"], Any]]
-    step: Callable[..., tuple[Any, Float[Array, "B K"]]]
+    step: Callable[
+        [Any, Any, Float[Array, "B E"], Float[Array, "B K D"], Float[Array, "B K D"], Leaving],
+        tuple[Any, Float[Array, "B K"]],
+    ]
     decay: Callable[[Any], Float[Array, "K"]]
     state_bytes_per_head: Callable[[int], int]
 
@@ -71,13 +75,13 @@ def zero_unless_leaving(
     return jnp.where(leaves_BS[:, None], jnp.swapaxes(score_BSK, 1, 2), 0)
 
 
-def age_decay(log_decay_K: Float[Array, "K"], mode: DecayMode, limit: float) -> Float[Array, "K"]:
-    """lambda = exp(log_decay), at most `limit`.
+def decay_terms(log_decay_K: Float[Array, "K"], mode: DecayMode, limit: float) -> tuple[Float[Array, "K"], float]:
+    """What `age_decay` is to be given in that mode: log lambda, detached unless it is learned, and lambda's bound.
 
     The limit guards against the one degenerate solution: a lambda so large that every newcomer outranks the incumbent.
     """
-    decay_K = jnp.minimum(jnp.exp(log_decay_K), limit)
-    return {"learned": decay_K, "frozen": lax.stop_gradient(decay_K), "zero": jnp.zeros_like(decay_K)}[mode]
+    log_decay_K = log_decay_K if mode == "learned" else lax.stop_gradient(log_decay_K)
+    return log_decay_K, 0.0 if mode == "zero" else limit
 
 
 def per_head(x: Float[Array, "... K I"], weight_KIO: Float[Array, "K I O"]) -> Float[Array, "... K O"]:
@@ -116,10 +120,13 @@ def immediate(scorer: Scorer) -> Scorer:
         waiting_BKW = jnp.take_along_axis(waited_BKS, last_BW[:, None], axis=-1)
         return score_BKS, WaitingScores(inner, waiting_BKW)
 
-    def step(params, state, hidden_BE, k_BKD, v_BKD, leaving_k_BKD, leaving_v_BKD):
-        inner, score_BK = scorer.step(params, state.inner, hidden_BE, k_BKD, v_BKD, k_BKD, v_BKD)
+    def step(params, state, hidden_BE, k_BKD, v_BKD, leaving):
+        # What waits is the score: at position 0 lambda adds nothing to it.
+        itself = leaving_at_once(jnp.zeros_like(leaving.position_B), k_BKD, v_BKD)
+        inner, score_BK = scorer.step(params, state.inner, hidden_BE, k_BKD, v_BKD, itself)
         waiting_BKW = jnp.concatenate([state.score_BKW[..., 1:], score_BK[..., None]], axis=-1)
-        return WaitingScores(inner, waiting_BKW), state.score_BKW[..., 0]
+        priority_BK = state.score_BKW[..., 0] + scorer.decay(params) * leaving.position_B[:, None]
+        return WaitingScores(inner, waiting_BKW), priority_BK
 
     return replace(
         scorer,

@@ -12,12 +12,13 @@ from kvpop_jax.scorers.base import (
     DecayMode,
     Scorer,
     ScorerDims,
-    age_decay,
+    decay_terms,
     features,
     init_per_head,
     per_head,
     zero_unless_leaving,
 )
+from pallas_kernels.scorer_step import age_decay
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,12 @@ def mlp_scorer(settings: MLPSettings, dims: ScorerDims) -> Scorer:
         score_BSK = apply_mlp(params.mlp, features(k_BSKD, v_BSKD))
         return zero_unless_leaving(score_BSK, segment_BS, delay), state
 
-    def step(params, state, hidden_BE, k_BKD, v_BKD, leaving_k_BKD, leaving_v_BKD):
-        return state, apply_mlp(params.mlp, features(leaving_k_BKD, leaving_v_BKD))
+    def decay(params):
+        return age_decay(*decay_terms(params.log_decay_K, settings.decay, settings.decay_max))
+
+    def step(params, state, hidden_BE, k_BKD, v_BKD, leaving):
+        score_BK = apply_mlp(params.mlp, features(leaving.k_BKD, leaving.v_BKD))
+        return state, score_BK + decay(params) * leaving.position_B[:, None]
 
     return Scorer(
         kind="mlp",
@@ -77,7 +82,7 @@ def mlp_scorer(settings: MLPSettings, dims: ScorerDims) -> Scorer:
         init_state=lambda batch, window: (),
         parallel=parallel,
         step=step,
-        decay=lambda params: age_decay(params.log_decay_K, settings.decay, settings.decay_max),
+        decay=decay,
         state_bytes_per_head=lambda window: 0,
     )
 

@@ -18,7 +18,7 @@ from kvpop_jax.scorers.base import (
     DecayMode,
     Scorer,
     ScorerDims,
-    age_decay,
+    decay_terms,
     features,
     immediate,
     init_per_head,
@@ -27,7 +27,7 @@ from kvpop_jax.scorers.base import (
 )
 from kvpop_jax.scorers.mlp import MLP, apply_mlp, init_mlp
 from pallas_kernels.mlstm_chunkwise import mlstm_chunkwise, mlstm_initial_state
-from pallas_kernels.scorer_step import ScorerWeights, scorer_step, unit_rms
+from pallas_kernels.scorer_step import ScorerWeights, age_decay, scorer_step, unit_rms
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,11 @@ def mlstm_scorer(settings: MLSTMSettings, dims: ScorerDims) -> Scorer:
     K = dims.num_kv_heads
     X, Y = settings.key_dim or dims.head_dim // 2, settings.value_dim or dims.head_dim
 
-    def add_rest(params, score, k, v):
-        score = score + params.out_bias_K
-        return score if params.skip is None else score + apply_mlp(params.skip, features(k, v))
+    def decay_terms_of(params):
+        return decay_terms(params.log_decay_K, settings.decay, settings.decay_max)
+
+    def add_skip(params, score, x):
+        return score if params.skip is None else score + apply_mlp(params.skip, x)
 
     def gates(params, hidden):
         wide = lax.stop_gradient(hidden).astype(params.gates_E2K.dtype)
@@ -113,11 +115,12 @@ def mlstm_scorer(settings: MLSTMSettings, dims: ScorerDims) -> Scorer:
         )
         # Row t + delay is the read-out of token t; back to where it belongs.
         back_BSKY = jnp.pad(h_BSKY, ((0, 0), (0, delay), (0, 0), (0, 0)))[:, delay:]
-        score_BSK = jnp.sum(unit_rms(back_BSKY) * params.out_KY, axis=-1)
-        return zero_unless_leaving(add_rest(params, score_BSK, k_BSKD, v_BSKD), segment_BS, delay), state
+        score_BSK = jnp.sum(unit_rms(back_BSKY) * params.out_KY, axis=-1) + params.out_bias_K
+        return zero_unless_leaving(add_skip(params, score_BSK, x_BSKI), segment_BS, delay), state
 
-    def step(params, state, hidden_BE, k_BKD, v_BKD, leaving_k_BKD, leaving_v_BKD):
-        tokens = lax.stop_gradient((hidden_BE, k_BKD, v_BKD, leaving_k_BKD, leaving_v_BKD))
+    def step(params, state, hidden_BE, k_BKD, v_BKD, leaving):
+        log_decay_K, decay_max = decay_terms_of(params)
+        *new, leaving = lax.stop_gradient((hidden_BE, k_BKD, v_BKD, leaving))
         weights = ScorerWeights(
             q_KIX=params.q_KIX,
             k_KIX=params.k_KIX,
@@ -125,9 +128,13 @@ def mlstm_scorer(settings: MLSTMSettings, dims: ScorerDims) -> Scorer:
             gates_E2K=params.gates_E2K.reshape(-1, 2, K),
             gate_bias_2K=params.gate_bias_2K.reshape(2, K),
             out_KY=params.out_KY,
+            out_bias_K=params.out_bias_K,
+            log_decay_K=log_decay_K,
         )
-        state, score_BK = scorer_step(weights, state, *tokens, soft_cap=settings.gate_soft_cap)
-        return state, add_rest(params, score_BK, *tokens[3:])
+        state, priority_BK = scorer_step(
+            weights, state, *new, leaving, soft_cap=settings.gate_soft_cap, decay_max=decay_max
+        )
+        return state, add_skip(params, priority_BK, features(leaving.k_BKD, leaving.v_BKD))
 
     scorer = Scorer(
         kind="mlstm",
@@ -135,7 +142,7 @@ def mlstm_scorer(settings: MLSTMSettings, dims: ScorerDims) -> Scorer:
         init_state=lambda batch, window: mlstm_initial_state(batch, K, X, Y),
         parallel=parallel,
         step=step,
-        decay=lambda params: age_decay(params.log_decay_K, settings.decay, settings.decay_max),
+        decay=lambda params: age_decay(*decay_terms_of(params)),
         state_bytes_per_head=lambda window: 4 * (X * Y + X + 1),
     )
     return scorer if settings.read == "delayed" else immediate(scorer)

@@ -2,11 +2,14 @@
 
 The first multiplies. Its thread blocks are (slice, KV head, rows): each has an eighth of the columns of the head's
 query, key and value map in registers, for up to four rows of the batch, so that one row is spread over the card and a
-batch reads the maps few times. The gates read the layer's whole input, which is cut into tiles of 64 among the same
-blocks; each leaves its share of all gates.
+batch reads the maps few times. The leaving token's rows are where the ring says: three loads, each waiting for the one
+before, under the loads of the maps and the work on what waits for none. The gates read the layer's whole input, which
+is cut into tiles of 64 among the same blocks; each leaves its share of all gates.
 
 The second, a thread block for each row and head, adds up those shares and has the memory in registers once: it forgets,
-writes, reads and scores. Memory, normaliser and stabiliser are `Ref`s, which JAX lowers to aliased outputs.
+writes, reads and ranks. Memory, normaliser and stabiliser are `Ref`s, which JAX lowers to aliased outputs.
+
+Both issue their loads before the first sum over threads: none is moved across a barrier, and each waits a microsecond.
 """
 
 from functools import partial
@@ -30,14 +33,17 @@ _WGMMA = plgpu.Layout.WGMMA
 _COLUMN, _ROW = _WGMMA.reduce(1), _WGMMA.reduce(0)  # one value for each row, each column
 
 
-def refuses(weights, state, hidden_BE, k_BKD, v_BKD, leaving_k_BKD, leaving_v_BKD, soft_cap) -> str | None:
+def refuses(weights, state, hidden_BE, k_BKD, v_BKD, leaving, soft_cap, decay_max) -> str | None:
     """See `backend.Backend`."""
     if missing := mosaic_gpu_is_missing():
         return missing
     if any(x.dtype != jnp.float32 for x in jax.tree.leaves((weights, state))):
         return "takes float32 weights and states only"
-    if any(x.dtype not in (jnp.float32, jnp.bfloat16) for x in (hidden_BE, k_BKD, v_BKD, leaving_k_BKD, leaving_v_BKD)):
+    tokens = hidden_BE, k_BKD, v_BKD, leaving.k_BKCD, leaving.v_BKCD
+    if any(x.dtype not in (jnp.float32, jnp.bfloat16) for x in tokens):
         return "takes float32 and bfloat16 tokens only"
+    if any(x.dtype != jnp.int32 for x in (leaving.arriving_B, leaving.position_BKC, leaving.ring_BKW)):
+        return "takes int32 positions and rings only"
     D, (X, Y), E = k_BKD.shape[2], state.c_BKXY.shape[2:], hidden_BE.shape[1]
     if X % 64 or D % 128 or Y % 128 or E % _TILE:
         return f"takes key and hidden sizes in 64s, head and value sizes in 128s, not {X}, {E}, {D} and {Y}"
@@ -46,13 +52,13 @@ def refuses(weights, state, hidden_BE, k_BKD, v_BKD, leaving_k_BKD, leaving_v_BK
     return None
 
 
-def pays(weights, state, hidden_BE, k_BKD, v_BKD, leaving_k_BKD, leaving_v_BKD, soft_cap) -> bool:
+def pays(weights, state, hidden_BE, k_BKD, v_BKD, leaving, soft_cap, decay_max) -> bool:
     """Whether "auto" is to prefer it: for few rows, where launches are most of the time. At 32 no gain was seen."""
     return hidden_BE.shape[0] <= _ROWS
 
 
-@partial(jax.jit, static_argnums=7)  # lowering takes seconds: once for all layers of a model, not once for each
-def scorer_step(weights, state, hidden_BE, k_BKD, v_BKD, leaving_k_BKD, leaving_v_BKD, soft_cap):
+@partial(jax.jit, static_argnums=(6, 7))  # lowering takes seconds: once for all layers of a model, not once for each
+def scorer_step(weights, state, hidden_BE, k_BKD, v_BKD, leaving, soft_cap, decay_max):
     """See `api.scorer_step`."""
     K = state.c_BKXY.shape[1]
     # Columns of a tile come in eights.
@@ -61,37 +67,42 @@ def scorer_step(weights, state, hidden_BE, k_BKD, v_BKD, leaving_k_BKD, leaving_
     bias_G = jnp.pad(weights.gate_bias_2K.reshape(-1), (0, pad))
     c_ref, n_ref, m_ref = (jax.new_ref(x) for x in (state.c_BKXY, state.n_BKX, state.m_BK))
     with jax.enable_x64(False):  # else the kernels' indices are of 64 bits, which Mosaic GPU does not take
-        q_BKX, write_BKX, v_BKY, shares_BPG = _multiply(
-            hidden_BE, k_BKD, v_BKD, leaving_k_BKD, leaving_v_BKD, weights.q_KIX, weights.k_KIX, weights.v_KIY, gates_EG
-        )
-        score_BK = _remember(c_ref, n_ref, m_ref, q_BKX, write_BKX, v_BKY, shares_BPG, bias_G, weights.out_KY, soft_cap)
-    return MLSTMState(c_ref[...], n_ref[...], m_ref[...]), score_BK
+        *written, shares_BPG = _multiply(hidden_BE, k_BKD, v_BKD, leaving, weights, gates_EG)
+        memory = c_ref, n_ref, m_ref
+        priority_BK = _remember(*memory, *written, shares_BPG, bias_G, weights, leaving, soft_cap, decay_max)
+    return MLSTMState(c_ref[...], n_ref[...], m_ref[...]), priority_BK
 
 
-def _multiply(hidden_BE, k_BKD, v_BKD, leaving_k_BKD, leaving_v_BKD, q_KIX, k_KIX, v_KIY, gates_EG):
-    """The memory's query, key and value of every row and head, and shares of the gates [B, P, G] to be added up."""
+def _multiply(hidden_BE, k_BKD, v_BKD, leaving, weights, gates_EG):
+    """The memory's query, key and value of every row and head, and shares of the gates [B, P, G] to be added up.
+
+    P is a multiple of 64, a block's share stands at its number, and what is past the last block was never written.
+    """
     B, K, _ = k_BKD.shape
-    X, Y, G = q_KIX.shape[2], v_KIY.shape[2], gates_EG.shape[1]
+    X, Y, G = weights.q_KIX.shape[2], weights.v_KIY.shape[2], gates_EG.shape[1]
+    P = pl.cdiv(K * _SLICES, _TILE) * _TILE
+    rows = next(n for n in range(_ROWS, 0, -1) if B % n == 0)
     f32 = jnp.float32
     return plgpu.kernel(
-        _multiply_kernel,
-        out_type=tuple(
-            jax.ShapeDtypeStruct(shape, f32) for shape in ((B, K, X), (B, K, X), (B, K, Y), (B, K * _SLICES, G))
-        ),
+        partial(_multiply_kernel, rows=rows),
+        out_type=tuple(jax.ShapeDtypeStruct(shape, f32) for shape in ((B, K, X), (B, K, X), (B, K, Y), (B, P, G))),
         scratch_types=[plgpu.SMEM((n,), f32) for n in (X // _SLICES, X // _SLICES, Y // _SLICES, G)],
-        grid=(_SLICES, K, pl.cdiv(B, _ROWS)),
+        grid=(_SLICES, K, B // rows),
         grid_names=("slice", "head", "rows"),
         kernel_name="scorer_step_multiply",
-    )(hidden_BE, k_BKD, v_BKD, leaving_k_BKD, leaving_v_BKD, q_KIX, k_KIX, v_KIY, gates_EG)
+    )(
+        hidden_BE, k_BKD, v_BKD, leaving.arriving_B, leaving.k_BKCD, leaving.v_BKCD, leaving.position_BKC,
+        leaving.ring_BKW, weights.q_KIX, weights.k_KIX, weights.v_KIY, gates_EG,
+    )  # fmt: skip
 
 
 def _multiply_kernel(
-    hidden_ref, k_ref, v_ref, leaving_k_ref, leaving_v_ref, q_map_ref, k_map_ref, v_map_ref, gates_ref,
-    q_out_ref, k_out_ref, v_out_ref, shares_ref, q_smem, k_smem, v_smem, gates_smem,
+    hidden_ref, k_ref, v_ref, arriving_ref, k_cache_ref, v_cache_ref, position_ref, ring_ref, q_map_ref, k_map_ref,
+    v_map_ref, gates_ref, q_out_ref, k_out_ref, v_out_ref, shares_ref, q_smem, k_smem, v_smem, gates_smem, *, rows,
 ):  # fmt: skip
-    part, head, first = lax.axis_index("slice"), lax.axis_index("head"), lax.axis_index("rows") * _ROWS
-    block = head * _SLICES + part
-    B, heads, D = k_ref.shape
+    part, head, first = lax.axis_index("slice"), lax.axis_index("head"), lax.axis_index("rows") * rows
+    blocks, block = k_ref.shape[1] * _SLICES, head * _SLICES + part
+    D, slots, window = k_ref.shape[2], position_ref.shape[2], ring_ref.shape[2]
     E, G = gates_ref.shape
 
     def columns(width):
@@ -101,24 +112,31 @@ def _multiply_kernel(
         here = map_ref.at[head, pl.ds(which * D, D), columns(map_ref.shape[2] // _SLICES)]
         return plgpu.load(here, layout=_WGMMA, optimized=False)
 
+    def product(features, of_map):
+        return sum(_down(_unit_rms(x), matrix) for x, matrix in zip(features, of_map, strict=True)).sum(axis=0)
+
+    arriving = [arriving_ref[first + i] for i in range(rows)]
     q_map, k_map, v_map = ([half(ref, 0), half(ref, 1)] for ref in (q_map_ref, k_map_ref, v_map_ref))
+    ring = [ring_ref[first + i, head, lax.rem(p, jnp.int32(window))] for i, p in enumerate(arriving)]
 
-    @pl.loop(0, jnp.minimum(_ROWS, B - first))
-    def _row(i):
+    for i in range(rows):
         row = first + i
-        token = [_unit_rms(ref.at[row, head]) for ref in (k_ref, v_ref)]
-        leaving = [_unit_rms(ref.at[row, head]) for ref in (leaving_k_ref, leaving_v_ref)]
-        for x, of_map, smem in ((leaving, q_map, q_smem), (token, k_map, k_smem), (token, v_map, v_smem)):
-            smem[...] = (_down(x[0], of_map[0]) + _down(x[1], of_map[1])).sum(axis=0)
+        slot, leaving = jnp.minimum(ring[i], slots - 1), arriving[i] - window
+        held = (leaving >= 0) & (position_ref[row, head, slot] == leaving)
+        token = [_row(ref.at[row, head]) for ref in (k_ref, v_ref)]
+        left = [_row(ref.at[row, head, slot]) for ref in (k_cache_ref, v_cache_ref)]
 
-        def tile(t, share_G):
-            here = pl.ds(pl.multiple_of((block + t * heads * _SLICES) * _TILE, _TILE), _TILE)
+        def tile(t, share_TG, row=row):
+            here = pl.ds(pl.multiple_of((block + t * blocks) * _TILE, _TILE), _TILE)
             hidden_T = plgpu.load(hidden_ref.at[row, here], layout=_COLUMN, optimized=False).astype(jnp.float32)
-            return share_G + _down(hidden_T, plgpu.load(gates_ref.at[here], layout=_WGMMA, optimized=False)).sum(axis=0)
+            return share_TG + _down(hidden_T, plgpu.load(gates_ref.at[here], layout=_WGMMA, optimized=False))
 
-        none_G = plgpu.layout_cast(jnp.zeros((G,), jnp.float32), _ROW)
-        tiles = pl.cdiv(jnp.maximum(E // _TILE - block, 0), heads * _SLICES)
-        gates_smem[...] = lax.fori_loop(jnp.int32(0), tiles, tile, none_G)
+        none_TG = plgpu.layout_cast(jnp.zeros((_TILE, G), jnp.float32), _WGMMA)
+        tiles = pl.cdiv(jnp.maximum(E // _TILE - block, 0), blocks)
+        gates_smem[...] = lax.fori_loop(jnp.int32(0), tiles, tile, none_TG).sum(axis=0)
+        k_smem[...] = product(token, k_map)
+        v_smem[...] = product(token, v_map)
+        q_smem[...] = jnp.where(jnp.broadcast_to(held, q_smem.shape), product(left, q_map), 0.0)
         plgpu.commit_smem()
         for smem, ref in ((q_smem, q_out_ref), (k_smem, k_out_ref), (v_smem, v_out_ref)):
             plgpu.copy_smem_to_gmem(smem, ref.at[row, head, columns(smem.shape[0])])
@@ -126,39 +144,45 @@ def _multiply_kernel(
         plgpu.wait_smem_to_gmem(0)
 
 
-def _remember(c_ref, n_ref, m_ref, q_BKX, k_BKX, v_BKY, shares_BPG, bias_G, out_KY, soft_cap):
-    """Moves the memory on in place, and gives the score without its bias, [B, K]."""
+def _remember(c_ref, n_ref, m_ref, q_BKX, k_BKX, v_BKY, shares_BPG, bias_G, weights, leaving, soft_cap, decay_max):
+    """Moves the memory on in place, and gives the leaving token's priority [B, K]."""
     B, K, X = q_BKX.shape
     f32 = jnp.float32
     return plgpu.kernel(
-        partial(_remember_kernel, soft_cap=soft_cap),
+        partial(_remember_kernel, window=leaving.ring_BKW.shape[2], soft_cap=soft_cap, decay_max=decay_max),
         out_type=jax.ShapeDtypeStruct((B, K), f32),
         scratch_types=[plgpu.SMEM((n,), f32) for n in (bias_G.shape[0], bias_G.shape[0], X, v_BKY.shape[2])],
         grid=(K, B),
         grid_names=("head", "row"),
         kernel_name="scorer_step_remember",
-    )(c_ref, n_ref, m_ref, q_BKX, k_BKX, v_BKY, shares_BPG, bias_G, out_KY)
+    )(
+        c_ref, n_ref, m_ref, q_BKX, k_BKX, v_BKY, shares_BPG, bias_G, weights.out_KY, weights.out_bias_K,
+        weights.log_decay_K, leaving.arriving_B,
+    )  # fmt: skip
 
 
 def _remember_kernel(
-    c_ref, n_ref, m_ref, q_ref, k_ref, v_ref, shares_ref, bias_ref, out_ref, score_ref,
-    input_smem, forget_smem, n_smem, h_smem, *, soft_cap,
+    c_ref, n_ref, m_ref, q_ref, k_ref, v_ref, shares_ref, bias_ref, out_ref, out_bias_ref, log_decay_ref, arriving_ref,
+    priority_ref, input_smem, forget_smem, n_smem, h_smem, *, window, soft_cap, decay_max,
 ):  # fmt: skip
     head, row = lax.axis_index("head"), lax.axis_index("row")
     (_, heads, X, Y), here = c_ref.shape, (row, head)
     scale = X**-0.5
-    c_XY = plgpu.load(c_ref.at[here], layout=_WGMMA, optimized=False)
+    shares_PG = plgpu.load(shares_ref.at[row], layout=_WGMMA, optimized=False)
+    bias_G = plgpu.load(bias_ref, layout=_ROW, optimized=False)
+    m_before, out_Y = m_ref[here], out_ref[head]
+    out_bias, log_decay, leaving = out_bias_ref[head], log_decay_ref[head], arriving_ref[row] - window
     n_X, q_X, k_X = (plgpu.load(ref.at[here], layout=_COLUMN, optimized=False) for ref in (n_ref, q_ref, k_ref))
     v_Y = plgpu.load(v_ref.at[here], layout=_ROW, optimized=False)
+    c_XY = plgpu.load(c_ref.at[here], layout=_WGMMA, optimized=False)
 
-    # All in flight together.
-    shares = [plgpu.load(shares_ref.at[row, p], layout=_ROW, optimized=False) for p in range(shares_ref.shape[1])]
-    raw_G = sum(shares, plgpu.load(bias_ref, layout=_ROW, optimized=False))
+    block_PG = plgpu.broadcasted_iota(jnp.int32, shares_PG.shape, 0, layout=_WGMMA)
+    raw_G = jnp.where(block_PG < heads * _SLICES, shares_PG, 0.0).sum(axis=0) + bias_G
     gate_G = soft_cap * jnp.tanh(raw_G / soft_cap)
     input_smem[...] = gate_G
     forget_smem[...] = _log_sigmoid(gate_G)
     plgpu.commit_smem()
-    log_input, log_kept = input_smem[head], forget_smem[heads + head] + m_ref[here]
+    log_input, log_kept = input_smem[head], forget_smem[heads + head] + m_before
     m = jnp.maximum(jnp.maximum(log_kept, log_input), 0.0)
     forget, write_X = jnp.exp(log_kept - m), k_X * jnp.exp(log_input - m)
 
@@ -173,15 +197,21 @@ def _remember_kernel(
     plgpu.copy_smem_to_gmem(n_smem, n_ref.at[here])
     h_Y = h_smem[...]
     m_ref[here] = m
-    score_ref[here] = jnp.sum(h_Y * out_ref[head]) * lax.rsqrt(jnp.sum(h_Y * h_Y) / Y + ROOT_EPSILON)
+    score = jnp.sum(h_Y * out_Y) * lax.rsqrt(jnp.sum(h_Y * h_Y) / Y + ROOT_EPSILON)
+    age = jnp.minimum(jnp.exp(log_decay), decay_max) * leaving.astype(jnp.float32)
+    priority_ref[here] = score + out_bias + age
     plgpu.wait_smem_to_gmem(0)
 
 
-def _unit_rms(ref):
-    """A row at unit root mean square, one value for each row of a tile."""
-    x_D = ref[...].astype(jnp.float32)
-    root = lax.rsqrt(jnp.sum(x_D * x_D) / x_D.shape[0] + ROOT_EPSILON)
-    return plgpu.load(ref, layout=_COLUMN, optimized=False).astype(jnp.float32) * root
+def _row(ref):
+    """A row of a token in the layout that can be summed whole, and as one value for each row of a tile."""
+    return ref[...], plgpu.load(ref, layout=_COLUMN, optimized=False)
+
+
+def _unit_rms(row):
+    """What `_row` loaded at unit root mean square, one value for each row of a tile."""
+    x_D, column_D = (x.astype(jnp.float32) for x in row)
+    return column_D * lax.rsqrt(jnp.sum(x_D * x_D) / x_D.shape[0] + ROOT_EPSILON)
 
 
 def _down(x_X, matrix_XY):

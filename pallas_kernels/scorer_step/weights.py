@@ -14,7 +14,7 @@ ROOT_EPSILON = 1e-6
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["q_KIX", "k_KIX", "v_KIY", "gates_E2K", "gate_bias_2K", "out_KY"],
+    data_fields=["q_KIX", "k_KIX", "v_KIY", "gates_E2K", "gate_bias_2K", "out_KY", "out_bias_K", "log_decay_K"],
     meta_fields=[],
 )
 @dataclass(frozen=True)
@@ -30,9 +30,16 @@ class ScorerWeights:
     gates_E2K: Float[Array, "E 2 K"]
     gate_bias_2K: Float[Array, "2 K"]
     out_KY: Float[Array, "K Y"]
+    out_bias_K: Float[Array, "K"]
+    log_decay_K: Float[Array, "K"]
 
 
 def unit_rms(x: Float[Array, "... D"]) -> Float[Array, "... D"]:
     """x / sqrt(mean(x^2) + 1e-6) over the last axis, in at least float32."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     return wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + ROOT_EPSILON)
+
+
+def age_decay(log_decay_K: Float[Array, "K"], limit: float) -> Float[Array, "K"]:
+    """lambda = exp(log_decay), at most `limit`: what a priority gains with each position."""
+    return jnp.minimum(jnp.exp(log_decay_K), limit)

@@ -12,10 +12,13 @@ import numpy as np
 import pytest
 from oracles import assert_close
 
+from pallas_kernels.leaving import Leaving
 from pallas_kernels.mlstm_chunkwise import MLSTMState
 from pallas_kernels.scorer_step import ScorerWeights, scorer_step
 
-SOFT_CAP = 5.0
+SOFT_CAP, DECAY_MAX = 5.0, 0.2
+BOUNDS = {"soft_cap": SOFT_CAP, "decay_max": DECAY_MAX}
+SLOTS, WINDOW = 12, 5
 
 
 @dataclass(frozen=True)
@@ -32,13 +35,18 @@ class Case:
 
 
 CASES = {
-    "five_rows_of_two_heads": Case(batch=5, heads=2, hidden=1088, dtype="float32"),
+    "six_rows_of_two_heads": Case(batch=6, heads=2, hidden=1088, dtype="float32"),
     "one_row_of_one_head": Case(batch=1, heads=1, hidden=64, dtype="bfloat16"),
+    "nine_heads": Case(batch=1, heads=9, hidden=128, dtype="bfloat16"),
 }
 
 
 def random_inputs(case: Case, seed: int = 0):
-    """(weights, state, hidden, k, v, leaving k, leaving v); raw gates reach past the soft cap."""
+    """(weights, state, hidden, k, v, leaving); raw gates reach past the soft cap.
+
+    Every third row and head has lost the leaving token, the first of these with a ring that names no slot; no token
+    leaves the last of several rows yet, though a slot is empty.
+    """
     rng = np.random.default_rng(seed)
     B, K, E, D, X, Y = case.batch, case.heads, case.hidden, case.head_dim, case.key_dim, case.value_dim
 
@@ -46,15 +54,37 @@ def random_inputs(case: Case, seed: int = 0):
         return jnp.asarray(rng.normal(size=shape) * scale, dtype)
 
     maps = (normal(K, 2 * D, n, scale=(2 * D) ** -0.5) for n in (X, X, Y))
-    weights = ScorerWeights(*maps, normal(E, 2, K, scale=4 * E**-0.5), normal(2, K, scale=4), normal(K, Y))
+    gates = normal(E, 2, K, scale=4 * E**-0.5), normal(2, K, scale=4)
+    weights = ScorerWeights(*maps, *gates, normal(K, Y), normal(K), normal(K) - 2)
     state = MLSTMState(normal(B, K, X, Y), normal(B, K, X), jnp.abs(normal(B, K)))
-    # Not of unit size, and the leaving token another size than the new one.
-    rows = (normal(B, K, D, scale=scale, dtype=case.dtype) for scale in (3, 0.1, 0.2, 7))
-    return weights, state, normal(B, E, dtype=case.dtype), *rows
+    # Not of unit size, and the cached tokens of another size than the new one.
+    new = (normal(B, K, D, scale=scale, dtype=case.dtype) for scale in (3, 0.1))
+    cached = (normal(B, K, SLOTS, D, scale=scale, dtype=case.dtype) for scale in (0.2, 7))
+
+    leaving_B = rng.integers(0, 50, size=B)
+    leaving_B[1:][-1:] = -1
+    # All other tokens are younger, at odd distances.
+    position_BKC = leaving_B[:, None, None] + 1 + 2 * rng.permuted(np.tile(np.arange(SLOTS), (B, K, 1)), axis=-1)
+    ring_BKW = rng.integers(0, SLOTS, size=(B, K, WINDOW))
+    for n, (row, head) in enumerate(np.ndindex(B, K)):
+        slot = ring_BKW[row, head, leaving_B[row] % WINDOW]
+        if n % 3 != 2:
+            position_BKC[row, head, slot] = leaving_B[row]
+        elif n == 2:
+            ring_BKW[row, head, leaving_B[row] % WINDOW] = SLOTS
+    position_B, *numbers = (jnp.asarray(x, jnp.int32) for x in (leaving_B, position_BKC, ring_BKW))
+    return weights, state, normal(B, E, dtype=case.dtype), *new, Leaving(position_B + WINDOW, *cached, *numbers)
 
 
-def by_the_equations(weights, state, hidden_BE, k_BKD, v_BKD, leaving_k_BKD, leaving_v_BKD):
-    """The state and the score, in float64."""
+def by_the_equations(weights, state, hidden_BE, k_BKD, v_BKD, leaving):
+    """The state and the priority, in float64."""
+    leaving_B = leaving.arriving_B - WINDOW
+    leaving_k_BKD, leaving_v_BKD = np.zeros_like(k_BKD), np.zeros_like(v_BKD)
+    for row, head in np.ndindex(k_BKD.shape[:2]):
+        held = np.flatnonzero(leaving.position_BKC[row, head] == leaving_B[row])
+        if leaving_B[row] >= 0 and held.size:
+            leaving_k_BKD[row, head] = leaving.k_BKCD[row, head, held[0]]
+            leaving_v_BKD[row, head] = leaving.v_BKCD[row, head, held[0]]
 
     def unit(x):
         return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 1e-6)
@@ -72,7 +102,14 @@ def by_the_equations(weights, state, hidden_BE, k_BKD, v_BKD, leaving_k_BKD, lea
     c_BKXY = forget_BK1[..., None] * state.c_BKXY + (write_BK1 * k_BKX)[..., None] * v_BKY[:, :, None]
     norm_BK = np.maximum(np.abs(np.sum(q_BKX * n_BKX, axis=-1)), np.exp(-m_BK)) + 1e-6
     h_BKY = np.einsum("bkx,bkxy->bky", q_BKX, c_BKXY) / norm_BK[..., None]
-    return MLSTMState(c_BKXY, n_BKX, m_BK), np.sum(unit(h_BKY) * weights.out_KY, axis=-1)
+    score_BK = np.sum(unit(h_BKY) * weights.out_KY, axis=-1) + weights.out_bias_K
+    age_BK = np.minimum(np.exp(weights.log_decay_K), DECAY_MAX) * leaving_B[:, None]
+    return MLSTMState(c_BKXY, n_BKX, m_BK), score_BK + age_BK
+
+
+def to_float64(inputs, asarray):
+    """The inputs in float64, and positions as they are."""
+    return jax.tree.map(lambda x: asarray(x, x.dtype if x.dtype == jnp.int32 else np.float64), inputs)
 
 
 def assert_all_close(actual, expected, tolerance):
@@ -87,9 +124,9 @@ class ScorerStepSuite:
     tolerance = 2**-17
 
     @pytest.mark.parametrize("name", CASES)
-    def test_state_and_score_are_those_of_the_equations(self, name):
+    def test_state_and_priority_are_those_of_the_equations(self, name):
         inputs = random_inputs(CASES[name])
-        actual = jax.jit(partial(scorer_step, soft_cap=SOFT_CAP, backend=self.backend))(*inputs)
+        actual = jax.jit(partial(scorer_step, **BOUNDS, backend=self.backend))(*inputs)
         assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(actual))
-        expected = by_the_equations(*jax.tree.map(lambda x: np.asarray(x, np.float64), inputs))
+        expected = by_the_equations(*to_float64(inputs, np.asarray))
         assert_all_close(actual, expected, self.tolerance)

@@ -5,14 +5,15 @@ from functools import partial
 
 import jax
 import pytest
-from scorer_step_suite import CASES, SOFT_CAP, Case, ScorerStepSuite, random_inputs
+from scorer_step_suite import BOUNDS, CASES, Case, ScorerStepSuite, random_inputs
 
 from pallas_kernels.backend import BackendError
+from pallas_kernels.rows import ROW_DTYPES, to_rows
 from pallas_kernels.scorer_step import gpu, scorer_step
 
 _OLD_JAX = jax.__version_info__ < (0, 11, 2)
 needs_mosaic_gpu = pytest.mark.skipif(_OLD_JAX, reason="Pallas Mosaic GPU kernels need JAX 0.11.2 or newer")
-run = partial(scorer_step, soft_cap=SOFT_CAP, backend="gpu")
+run = partial(scorer_step, **BOUNDS, backend="gpu")
 
 
 @pytest.mark.gpu_interpret
@@ -40,7 +41,7 @@ def test_it_lowers_for_a_gpu_with_the_state_aliased():
 def test_it_is_preferred_for_few_rows_only():
     for batch, preferred in ((1, True), (4, True), (32, False)):
         shapes = jax.eval_shape(lambda batch=batch: random_inputs(Case(batch, heads=8, hidden=4096, dtype="bfloat16")))
-        assert gpu.pays(*shapes, SOFT_CAP) == preferred
+        assert gpu.pays(*shapes, *BOUNDS.values()) == preferred
 
 
 @needs_mosaic_gpu
@@ -54,6 +55,9 @@ def test_what_it_was_not_made_for_is_refused():
         with pytest.raises(BackendError, match=reason):
             run(*random_inputs(other))
     weights, *rest = random_inputs(case)
+    *others, leaving = rest
+    with pytest.raises(BackendError, match="float32 and bfloat16 tokens only"):
+        run(weights, *others, replace(leaving, k_BKCD=to_rows(leaving.k_BKCD, ROW_DTYPES["int8"])))
     with pytest.raises(BackendError, match="float32 weights and states only"):
         run(jax.tree.map(lambda x: x.astype("bfloat16"), weights), *rest)
 

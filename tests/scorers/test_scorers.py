@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from kvpop_jax.scorers import MLPSettings, MLSTMSettings, ScorerDims, ScorerModule, mlp_scorer, mlstm_scorer
+from pallas_kernels.leaving import leaving_at_once
 
 B, S, WINDOW = 3, 40, 6
 DIMS = ScorerDims(hidden_size=12, num_kv_heads=2, head_dim=8)
@@ -71,8 +72,10 @@ def decoded_scores(scorer, params, tokens):
         return jax.tree.map(lambda a, b: jnp.where(which_B.reshape(-1, *[1] * (a.ndim - 1)), a, b), yes, no)
 
     def body(state, token):
-        starts_B, segment_B, *arrays = token
-        after, score_BK = scorer.step(params, pick(starts_B, first, state), *arrays)
+        starts_B, segment_B, *new, late_k, late_v = token
+        # At position 0 a priority is a score.
+        leaving = leaving_at_once(jnp.zeros_like(segment_B), late_k, late_v)
+        after, score_BK = scorer.step(params, pick(starts_B, first, state), *new, leaving)
         return pick(segment_B != 0, after, state), score_BK
 
     def late(x):
