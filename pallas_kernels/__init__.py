@@ -3,7 +3,7 @@
 - `masked_attention`: attention under per-token expiry, with a differentiable log-sum-exp.
 - `received_log_mass`: the attention every key receives from later queries, without a dense map.
 - `mlstm_chunkwise`: the matrix memory of the scorers, in linear time.
-- `scorer_step`: one token's work of the recurrent scorer, in decoding.
+- `scorer_step`: one token's work of the recurrent scorer and the leaving token's priority, in decoding.
 - `take_slot`: the slot that a new token takes in a bounded cache, in decoding.
 - `decode_attention`: one query against the slots of a bounded cache, the new row written in place.
 - `thin_matmul`: the large products of a layer, with the norm, gate or residual beside each, for few rows.

@@ -41,8 +41,8 @@ class Scorer:
         init: key -> parameters, a registered dataclass.
         init_state: (batch, window) -> the state before the first token.
         parallel: (parameters, state, hidden_BSE, k_BSKD, v_BSKD, segment_BS, *, delay) -> (score_BKS, state). The score
-            of token t is what the recurrent form gives when the token leaves a window of `delay` tokens; 0 where the
-            document ends before that.
+            of token t is the one that the recurrent form ranks it by when it leaves a window of `delay` tokens; 0 where
+            the document ends before that.
         step: (parameters, state, hidden_BE, k_BKD, v_BKD, leaving) -> (state, priority_BK). Absorbs the new token, then
             ranks the one that leaves the window, a `Leaving`: its score + lambda * its position.
         decay: parameters -> lambda per KV head, in nats per token.

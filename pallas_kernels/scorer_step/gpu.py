@@ -151,7 +151,7 @@ def _remember(c_ref, n_ref, m_ref, q_BKX, k_BKX, v_BKY, shares_BPG, bias_G, weig
     return plgpu.kernel(
         partial(_remember_kernel, window=leaving.ring_BKW.shape[2], soft_cap=soft_cap, decay_max=decay_max),
         out_type=jax.ShapeDtypeStruct((B, K), f32),
-        scratch_types=[plgpu.SMEM((n,), f32) for n in (bias_G.shape[0], bias_G.shape[0], X, v_BKY.shape[2])],
+        scratch_types=[plgpu.SMEM((n,), f32) for n in (bias_G.shape[0], bias_G.shape[0], X, 8, v_BKY.shape[2])],
         grid=(K, B),
         grid_names=("head", "row"),
         kernel_name="scorer_step_remember",
@@ -163,7 +163,7 @@ def _remember(c_ref, n_ref, m_ref, q_BKX, k_BKX, v_BKY, shares_BPG, bias_G, weig
 
 def _remember_kernel(
     c_ref, n_ref, m_ref, q_ref, k_ref, v_ref, shares_ref, bias_ref, out_ref, out_bias_ref, log_decay_ref, arriving_ref,
-    priority_ref, input_smem, forget_smem, n_smem, h_smem, *, window, soft_cap, decay_max,
+    priority_ref, input_smem, forget_smem, n_smem, norm_smem, h_smem, *, window, soft_cap, decay_max,
 ):  # fmt: skip
     head, row = lax.axis_index("head"), lax.axis_index("row")
     (_, heads, X, Y), here = c_ref.shape, (row, head)
@@ -190,12 +190,12 @@ def _remember_kernel(
     c_XY = c_XY * forget + _down(write_X, lax.broadcast_in_dim(v_Y, (X, Y), [1]))
     c_ref[here] = c_XY
     n_smem[...] = n_X
-    norm_Y = lax.broadcast_in_dim(q_X * n_X, (X, Y), [0]).sum(axis=0) * scale
-    h_Y = _down(q_X, c_XY).sum(axis=0) * scale
-    h_smem[...] = h_Y / (jnp.maximum(jnp.abs(norm_Y), jnp.exp(-m)) + EPSILON)
+    # One number, as the narrowest tile there is: summed over the columns of the memory it would cost what `h` does.
+    norm_smem[...] = lax.broadcast_in_dim(q_X * n_X, (X, 8), [0]).sum(axis=0) * scale
+    h_smem[...] = _down(q_X, c_XY).sum(axis=0) * scale
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(n_smem, n_ref.at[here])
-    h_Y = h_smem[...]
+    h_Y = h_smem[...] / (jnp.maximum(jnp.abs(norm_smem[0]), jnp.exp(-m)) + EPSILON)
     m_ref[here] = m
     score = jnp.sum(h_Y * out_Y) * lax.rsqrt(jnp.sum(h_Y * h_Y) / Y + ROOT_EPSILON)
     age = jnp.minimum(jnp.exp(log_decay), decay_max) * leaving.astype(jnp.float32)
