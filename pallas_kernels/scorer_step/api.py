@@ -15,16 +15,8 @@ _BACKENDS = {
     "gpu": Backend(gpu.scorer_step, "gpu", gpu.refuses, gpu.pays),
     "reference": Backend(reference.scorer_step),
 }
-_SHARDS = (
-    ScorerWeights("KIX", "KIX", "KIY", "E2K", "2K", "KY", "K", "K"),  # type: ignore[arg-type]
-    "BK",
-    "BE",
-    "BKD",
-    "BKD",
-    Leaving("B", "BKC", "BKC", "BKC", "BKW"),  # type: ignore[arg-type]
-    None,
-    None,
-)
+_WEIGHTS = ScorerWeights("KIX", "KIX", "KIY", "E2K", "2K", "KY", "K", "K")  # type: ignore[arg-type]
+_LEAVING = Leaving("B", "BKC", "BKC", "BKC", "BKW")  # type: ignore[arg-type]
 
 
 def scorer_step(
@@ -69,4 +61,5 @@ def scorer_step(
     """
     arguments = weights, state, hidden_BE, k_BKD, v_BKD, leaving, soft_cap, decay_max
     run = _BACKENDS[select_backend("scorer_step", backend, _BACKENDS, arguments)].run
-    return per_shard(run, arguments, _SHARDS, (MLSTMState("BKXY", "BKX", "BK"), "BK"))  # type: ignore[arg-type]
+    takes = _WEIGHTS, "BK", "BE", "BKD", "BKD", _LEAVING, None, None
+    return per_shard(run, arguments, takes, (MLSTMState("BKXY", "BKX", "BK"), "BK"))  # type: ignore[arg-type]

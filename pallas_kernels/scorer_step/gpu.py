@@ -2,14 +2,15 @@
 
 The first multiplies. Its thread blocks are (slice, KV head, rows): each has an eighth of the columns of the head's
 query, key and value map in registers, for up to four rows of the batch, so that one row is spread over the card and a
-batch reads the maps few times. The leaving token's rows are where the ring says: three loads, each waiting for the one
-before, under the loads of the maps and the work on what waits for none. The gates read the layer's whole input, which
-is cut into tiles of 64 among the same blocks; each leaves its share of all gates.
+batch reads the maps few times. The gates read the layer's whole input, which is cut into tiles of 64 among the same
+blocks; each leaves its share of all gates. The leaving token's rows are where the ring says, three loads that wait for
+each other: the first two are under those of maps and gates, the last under the work on the new token.
 
 The second, a thread block for each row and head, adds up those shares and has the memory in registers once: it forgets,
 writes, reads and ranks. Memory, normaliser and stabiliser are `Ref`s, which JAX lowers to aliased outputs.
 
-Both issue their loads before the first sum over threads: none is moved across a barrier, and each waits a microsecond.
+Compilers move no load across a barrier, and every sum over threads has one. So where a load stands says what it waits
+for: all others stand before the first sum of a row.
 """
 
 from functools import partial
@@ -112,8 +113,8 @@ def _multiply_kernel(
         here = map_ref.at[head, pl.ds(which * D, D), columns(map_ref.shape[2] // _SLICES)]
         return plgpu.load(here, layout=_WGMMA, optimized=False)
 
-    def product(features, of_map):
-        return sum(_down(_unit_rms(x), matrix) for x, matrix in zip(features, of_map, strict=True)).sum(axis=0)
+    def product(x, of_map):
+        return (_down(x[0], of_map[0]) + _down(x[1], of_map[1])).sum(axis=0)
 
     arriving = [arriving_ref[first + i] for i in range(rows)]
     q_map, k_map, v_map = ([half(ref, 0), half(ref, 1)] for ref in (q_map_ref, k_map_ref, v_map_ref))
@@ -121,10 +122,7 @@ def _multiply_kernel(
 
     for i in range(rows):
         row = first + i
-        slot, leaving = jnp.minimum(ring[i], slots - 1), arriving[i] - window
-        held = (leaving >= 0) & (position_ref[row, head, slot] == leaving)
         token = [_row(ref.at[row, head]) for ref in (k_ref, v_ref)]
-        left = [_row(ref.at[row, head, slot]) for ref in (k_cache_ref, v_cache_ref)]
 
         def tile(t, share_TG, row=row):
             here = pl.ds(pl.multiple_of((block + t * blocks) * _TILE, _TILE), _TILE)
@@ -134,9 +132,14 @@ def _multiply_kernel(
         none_TG = plgpu.layout_cast(jnp.zeros((_TILE, G), jnp.float32), _WGMMA)
         tiles = pl.cdiv(jnp.maximum(E // _TILE - block, 0), blocks)
         gates_smem[...] = lax.fori_loop(jnp.int32(0), tiles, tile, none_TG).sum(axis=0)
-        k_smem[...] = product(token, k_map)
-        v_smem[...] = product(token, v_map)
-        q_smem[...] = jnp.where(jnp.broadcast_to(held, q_smem.shape), product(left, q_map), 0.0)
+        slot, leaving = jnp.minimum(ring[i], slots - 1), arriving[i] - window
+        held = (leaving >= 0) & (position_ref[row, head, slot] == leaving)
+        left = [_row(ref.at[row, head, slot]) for ref in (k_cache_ref, v_cache_ref)]
+        x = [_unit_rms(half_row) for half_row in token]
+        k_smem[...] = product(x, k_map)
+        v_smem[...] = product(x, v_map)
+        x = [_unit_rms(half_row) for half_row in left]
+        q_smem[...] = jnp.where(jnp.broadcast_to(held, q_smem.shape), product(x, q_map), 0.0)
         plgpu.commit_smem()
         for smem, ref in ((q_smem, q_out_ref), (k_smem, k_out_ref), (v_smem, v_out_ref)):
             plgpu.copy_smem_to_gmem(smem, ref.at[row, head, columns(smem.shape[0])])
