@@ -20,7 +20,7 @@ _SIGN = np.uint32(1 << 31)
 _WORD = 32  # bits
 _GROUP = 16  # words, a power of 2
 _MOST_BLOCKS = 512, 2048  # of a row; its table is as many / _WORD times as long as the row
-_LONGEST_COLUMN = 64  # that is summed: GPU compilers take minutes over longer sums of pairs
+_LONGEST_COLUMN = 64  # that is summed: longer sums of pairs are along rows
 
 
 def expiry_from_priority(priority_BKS: Float[Array, "B K S"], layout: TokenLayout, window: int) -> Int[Array, "B K S"]:
@@ -115,21 +115,28 @@ def kth_of_those_before(
     entry_BKnLL = jnp.expand_dims(x_BKnL, -3 - along)
     earlier_LL = jnp.expand_dims(at_L, -3 - along) < jnp.expand_dims(at_L, along)
 
+    def at_word(array_BKnW, word_BKnL):
+        return jnp.take_along_axis(array_BKnW, word_BKnL, axis=-1)
+
+    def own_below(limit_BKnL):
+        """How many entries of the block before each index are below the limit."""
+        own_BKnLL = earlier_LL & (entry_BKnLL < jnp.expand_dims(limit_BKnL, along))
+        # Unsigned, so that XLA leaves Triton alone: of signed sums it makes tiles too large for the registers.
+        return jnp.sum(own_BKnLL, axis=along, dtype=jnp.uint32).astype(jnp.int32)
+
     def before(word_BKnL):
         """How many of the entries before each index lie before the word."""
-        own_BKnLL = earlier_LL & (entry_BKnLL < _WORD * jnp.expand_dims(word_BKnL, along))
-        own_BKnL = jnp.sum(own_BKnLL, axis=along, dtype=jnp.int32)
-        return jnp.take_along_axis(table_BKnW, word_BKnL, axis=-1) + own_BKnL
+        return at_word(table_BKnW, word_BKnL) + own_below(_WORD * word_BKnL)
 
     def inside(word_BKnL):
         """Which values of the word are among the entries before each index."""
         own_BKnLL = earlier_LL & (entry_BKnLL // _WORD == jnp.expand_dims(word_BKnL, along))
-        own_BKnL = _word(own_BKnLL, entry_BKnLL % _WORD, axis=along)
-        return jnp.take_along_axis(map_BKnW, word_BKnL, axis=-1) | own_BKnL
+        return at_word(map_BKnW, word_BKnL) | _word(own_BKnLL, entry_BKnLL % _WORD, axis=along)
 
     least_word_BKnL = jnp.minimum(least_BKnL // _WORD, W - 1)
-    smaller_BKnL = inside(least_word_BKnL) & ~(jnp.uint32(2**32 - 1) << (least_BKnL % _WORD).astype(jnp.uint32))
-    k_BKnL += before(least_word_BKnL) + lax.population_count(smaller_BKnL).astype(jnp.int32)
+    low_BKnL = ~(jnp.uint32(2**32 - 1) << (least_BKnL % _WORD).astype(jnp.uint32))
+    smaller_BKnL = lax.population_count(at_word(map_BKnW, least_word_BKnL) & low_BKnL).astype(jnp.int32)
+    k_BKnL += at_word(table_BKnW, least_word_BKnL) + smaller_BKnL + own_below(least_BKnL)
     bits = (W - 1).bit_length()
 
     def descend(i, carry):
