@@ -157,7 +157,7 @@ def kth_of_those_before(
 
 
 def _block_length(S):
-    """The shortest that makes few blocks; where that is too long for the compiler, the shortest that makes more."""
+    """The shortest that makes few blocks; where that has too many pairs, the shortest that makes more."""
     few, many = (_WORD * -(-S // (_WORD * most)) for most in _MOST_BLOCKS)
     return few if few <= _LONGEST_COLUMN else max(many, _LONGEST_COLUMN)
 

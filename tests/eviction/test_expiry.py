@@ -135,6 +135,6 @@ def test_no_map_of_queries_by_keys_is_made():
 
 
 def test_long_rows_have_more_blocks_before_they_have_longer_ones():
-    """Compilers for GPUs take minutes over sums of more than 64 pairs."""
+    """A block has a pair of every two tokens, all of them compared at each step."""
     assert [expiry._block_length(S) for S in (1, 16_384, 32_768, 65_536, 131_072)] == [32, 32, 64, 64, 64]
     assert expiry._block_length(1 << 20) == 512
