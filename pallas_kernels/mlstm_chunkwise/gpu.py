@@ -33,6 +33,7 @@ from pallas_kernels.mlstm_chunkwise import gpu_kernels
 from pallas_kernels.mlstm_chunkwise.gpu_kernels import BACKWARDS, CHUNK, FORWARDS, KEY_DIM, VALUE_DIM
 from pallas_kernels.mlstm_chunkwise.reference import EPSILON, segment_runs
 from pallas_kernels.mlstm_chunkwise.state import MLSTMState
+from pallas_kernels.mlstm_chunkwise.sums import RunningSum
 from pallas_kernels.scans import running_max
 
 _einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
@@ -73,7 +74,7 @@ def mlstm_chunkwise(
     run_BnL = run_BS.reshape(run_BS.shape[0], -1, CHUNK)
     # Padding forgets nothing, and is of weight 0.
     real_B1nL = (run_BnL >= 0)[:, None]
-    b_BKnL = jnp.cumsum(jnp.where(real_B1nL, jax.nn.log_sigmoid(f_BKnL), 0.0), axis=-1)
+    b_BKnL = RunningSum.of(jnp.where(real_B1nL, jax.nn.log_sigmoid(f_BKnL), 0.0))
     i_BKnL = jnp.where(real_B1nL, i_BKnL, -jnp.inf)
     memory = state.c_BKXY.astype(jnp.float32), state.n_BKX.astype(jnp.float32)
     weights = _weights(*lax.stop_gradient((b_BKnL, i_BKnL, state.m_BK.astype(jnp.float32))), run_BnL)
@@ -105,13 +106,12 @@ class _Weights(NamedTuple):
 def _weights(b_BKnL, i_BKnL, unit_BK, run_BnL) -> _Weights:
     last_run_Bn = running_max(jnp.max(run_BnL, axis=-1).clip(0))
     run_Bm = jnp.pad(last_run_Bn, ((0, 0), (1, 0)))
-    end_BKn = b_BKnL[..., -1]
     in_last_BnL = (run_BnL >= 0) & (run_BnL == last_run_Bn[..., None])
-    log_write_BKnL = jnp.where(in_last_BnL[:, None], end_BKn[..., None] - b_BKnL + i_BKnL, -jnp.inf)
+    log_write_BKnL = jnp.where(in_last_BnL[:, None], b_BKnL.to_end() + i_BKnL, -jnp.inf)
 
     # Sums of the chunks between two edges, not differences of running sums: those would be of large numbers.
     m = jnp.arange(run_Bm.shape[1])
-    passed_BKmn = jnp.where(m[:, None] <= m[:-1], end_BKn[:, :, None], 0.0)
+    passed_BKmn = jnp.where(m[:, None] <= m[:-1], b_BKnL.end[:, :, None], 0.0)
     between_BKmm = jnp.pad(jnp.cumsum(passed_BKmn, axis=-1), ((0, 0), (0, 0), (0, 0), (1, 0)))
     there_BKmm = ((m[:, None] <= m) & (run_Bm[:, :, None] == run_Bm[:, None]))[:, None]
 
@@ -125,11 +125,11 @@ def _weights(b_BKnL, i_BKnL, unit_BK, run_BnL) -> _Weights:
     share_BKmm = jnp.exp(at_edges(sources(edge_unit_BKm[..., 1:])) - edge_unit_BKm[:, :, None])
 
     continues_BnL = (run_BnL >= 0) & (run_BnL == run_Bm[:, :-1, None])
-    log_read_BKnL = jnp.where(continues_BnL[:, None], b_BKnL + edge_unit_BKm[..., :-1, None], -jnp.inf)
+    log_read_BKnL = jnp.where(continues_BnL[:, None], b_BKnL.after(edge_unit_BKm[..., :-1]), -jnp.inf)
     L = jnp.arange(CHUNK)
     seen_BnLL = (L[:, None] >= L) & (run_BnL[..., None] == run_BnL[..., None, :])
-    token_BKnLL = b_BKnL[..., None] - b_BKnL[..., None, :] + i_BKnL[..., None, :]
-    largest_BKnL = jnp.max(jnp.where(seen_BnLL[:, None], token_BKnLL, -jnp.inf), axis=-1)
+    of_token_BKnLL = b_BKnL.between() + i_BKnL[..., None, :]
+    largest_BKnL = jnp.max(jnp.where(seen_BnLL[:, None], of_token_BKnLL, -jnp.inf), axis=-1)
     unit_BKnL = jnp.maximum(largest_BKnL, log_read_BKnL).clip(0)
     return _Weights(
         unit_BKnL,
@@ -158,8 +158,8 @@ def _run_and_keep(q_BSKX, k_BSKX, v_BSKY, b_BKnL, i_BKnL, memory, weights, run_B
         return entering, _einsum("BKs,BKs...->BK...", share_BKmm[:, :, 1:, -1], written)
 
     (entering_c, last_c), (entering_n, last_n) = map(at_edges, memory, written)
-    gates_BKn7L = gpu_kernels.gates(b_BKnL, -weights.unit_BKnL, i_BKnL, run_BnL, weights.read_BKnL)
-    sum_BSKY, total_BKnL = gpu_kernels.to_values(q_BSKX, k_BSKX, v_BSKY, entering_c, entering_n, gates_BKn7L, FORWARDS)
+    gates_BKn8L = gpu_kernels.gates(b_BKnL, -weights.unit_BKnL, i_BKnL, run_BnL, weights.read_BKnL)
+    sum_BSKY, total_BKnL = gpu_kernels.to_values(q_BSKX, k_BSKX, v_BSKY, entering_c, entering_n, gates_BKn8L, FORWARDS)
     last = last_c, last_n
     kept = q_BSKX, k_BSKX, v_BSKY, b_BKnL, i_BKnL, weights, run_BnL, (entering_c, entering_n), last
     return (sum_BSKY, total_BKnL, last), kept
@@ -192,6 +192,7 @@ def _gradients(kept, cotangents):
     di_BKnL = _by_chunk(jnp.sum(k_BSKX * dk_BSKX, axis=-1))
     db_BKnL = _by_chunk(jnp.sum(q_BSKX * dq_BSKX, axis=-1)) - di_BKnL
     db_BKnL = db_BKnL.at[..., -1].add(sum(map(kept_through, dleaving, entering, last)))
+    db_BKnL = RunningSum(jnp.zeros_like(db_BKnL), db_BKnL)
     return dq_BSKX, dk_BSKX, dv_BSKY, db_BKnL, di_BKnL, (dfirst_c, dfirst_n), None, None
 
 

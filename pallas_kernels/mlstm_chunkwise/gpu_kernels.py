@@ -24,18 +24,18 @@ _TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 _WGMMA = plgpu.Layout.WGMMA
 _COLUMN, _ROW = _WGMMA.reduce(1), _WGMMA.reduce(0)  # one value for each row, each column
 
-_LOG, _OF_ROW, _OF_COLUMN, _RUN, _MEMORY, _ROW_ONE, _COLUMN_ONE = range(7)
+_COARSE, _FINE, _OF_ROW, _OF_COLUMN, _RUN, _MEMORY, _ROW_ONE, _COLUMN_ONE = range(8)
 
 
-def gates(log_BKnL, row_BKnL, column_BKnL, run_BnL, memory_BKnL, row_one_BKnL=0.0, column_one_BKnL=0.0):
-    """What the kernels read of gates, [B, K, n, 7, L].
+def gates(b_BKnL, row_BKnL, column_BKnL, run_BnL, memory_BKnL, row_one_BKnL=0.0, column_one_BKnL=0.0):
+    """What the kernels read of gates, [B, K, n, 8, L].
 
-    In row r, column c of the same run weighs exp(row_r + column_c - |log_r - log_c|), and the chunk's memory memory_r.
+    In row r, column c of the same run weighs exp(row_r + column_c - |b_r - b_c|), and the chunk's memory memory_r.
     The ones are what `to_keys` has beside the values of rows and of columns.
     """
-    run_BKnL = jnp.broadcast_to(run_BnL[:, None].astype(jnp.float32), log_BKnL.shape)
-    ones = (jnp.broadcast_to(one, log_BKnL.shape) for one in (row_one_BKnL, column_one_BKnL))
-    return jnp.stack([log_BKnL, row_BKnL, column_BKnL, run_BKnL, memory_BKnL, *ones], axis=3)
+    run_BKnL = jnp.broadcast_to(run_BnL[:, None].astype(jnp.float32), row_BKnL.shape)
+    ones = (jnp.broadcast_to(one, row_BKnL.shape) for one in (row_one_BKnL, column_one_BKnL))
+    return jnp.stack([b_BKnL.coarse, b_BKnL.fine, row_BKnL, column_BKnL, run_BKnL, memory_BKnL, *ones], axis=3)
 
 
 @jax.jit  # lowering takes seconds: once for all layers of a model, not once for each
@@ -84,7 +84,7 @@ def _outer_products_kernel(a_ref, b_ref, weights_ref, matrix_ref, vector_ref, *,
 
 
 @partial(jax.jit, static_argnums=6)
-def to_values(a_BSKX, b_BSKX, e_BSKY, matrix_BKnXY, vector_BKnX, gates_BKn7L, direction):
+def to_values(a_BSKX, b_BSKX, e_BSKY, matrix_BKnXY, vector_BKnX, gates_BKn8L, direction):
     """sum_c (a_r . b_c) w_rc e_c + memory_r matrix^T a_r, [B, S, K, Y]; and, with 1 for e and `vector` for `matrix`, a
     number for each row, [B, K, n, L]."""
     B, S, K, _ = a_BSKX.shape
@@ -94,7 +94,7 @@ def to_values(a_BSKX, b_BSKX, e_BSKY, matrix_BKnXY, vector_BKnX, gates_BKn7L, di
     )
     kernel = partial(_to_values_kernel, direction=direction)
     scratch = dict(total_smem=plgpu.SMEM((2, _ROWS), jnp.float32))
-    return _call(kernel, out_type, scratch, a_BSKX, b_BSKX, e_BSKY, matrix_BKnXY, vector_BKnX, gates_BKn7L)
+    return _call(kernel, out_type, scratch, a_BSKX, b_BSKX, e_BSKY, matrix_BKnXY, vector_BKnX, gates_BKn8L)
 
 
 def _to_values_kernel(
@@ -126,11 +126,11 @@ def _to_values_kernel(
 
 
 @partial(jax.jit, static_argnums=6)
-def to_keys(a_BSKY, b_BSKY, e_BSKX, matrix_BKnXY, vector_BKnX, gates_BKn7L, direction):
+def to_keys(a_BSKY, b_BSKY, e_BSKX, matrix_BKnXY, vector_BKnX, gates_BKn8L, direction):
     """sum_c (a_r . b_c + ones_r ones_c) w_rc e_c + memory_r (matrix a_r + ones_r vector), [B, S, K, X]."""
     out_type = jax.ShapeDtypeStruct(e_BSKX.shape, jnp.float32)
     kernel = partial(_to_keys_kernel, direction=direction)
-    return _call(kernel, out_type, {}, a_BSKY, b_BSKY, e_BSKX, matrix_BKnXY, vector_BKnX, gates_BKn7L)
+    return _call(kernel, out_type, {}, a_BSKY, b_BSKY, e_BSKX, matrix_BKnXY, vector_BKnX, gates_BKn8L)
 
 
 def _to_keys_kernel(
@@ -155,7 +155,7 @@ def _to_keys_kernel(
     out_ref[here] = rows.over_columns(tile, out_RX)
 
 
-def _call(kernel, out_type, scratch, a_BSKA, b_BSKA, e_BSKE, matrix_BKnXY, vector_BKnX, gates_BKn7L):
+def _call(kernel, out_type, scratch, a_BSKA, b_BSKA, e_BSKE, matrix_BKnXY, vector_BKnX, gates_BKn8L):
     """A thread block of two warpgroups for each chunk, head and row of the batch."""
     (B, S, K, A), E = b_BSKA.shape, e_BSKE.shape[-1]
 
@@ -178,7 +178,7 @@ def _call(kernel, out_type, scratch, a_BSKA, b_BSKA, e_BSKE, matrix_BKnXY, vecto
             num_threads=2,
             thread_name="warpgroup",
             kernel_name=f"mlstm_chunkwise{kernel.func.__name__.removesuffix('_kernel')}",
-        )(a_BSKA, b_BSKA, e_BSKE, matrix_BKnXY, vector_BKnX, gates_BKn7L)
+        )(a_BSKA, b_BSKA, e_BSKE, matrix_BKnXY, vector_BKnX, gates_BKn8L)
 
 
 def _place(heads):
@@ -259,20 +259,23 @@ class _Rows:
         self._gates_ref, self._wg, self._direction = gates_ref, wg, direction
         self._first, self._tiles = (0, wg + 1) if direction == FORWARDS else (wg, 2 - wg)
         self.memory_R, self.ones_R = self._of_rows(_MEMORY), self._of_rows(_ROW_ONE)
-        self._log_R, self._weight_R, self._run_R = map(self._of_rows, (_LOG, _OF_ROW, _RUN))
+        self._coarse_R, self._fine_R, self._weight_R, self._run_R = map(self._of_rows, (_COARSE, _FINE, _OF_ROW, _RUN))
 
     def over_columns(self, tile, carry):
         """`tile`, of the index of a tile of columns and a carry, over those that the rows see."""
         return lax.fori_loop(jnp.int32(0), self._tiles, lambda i, carry: tile(self._first + i, carry), carry)
 
     def weights(self, column):
-        log_C, weight_C, run_C = (self._of_columns(kind, column) for kind in (_LOG, _OF_COLUMN, _RUN))
+        coarse_C, fine_C, weight_C, run_C = (
+            self._of_columns(kind, column) for kind in (_COARSE, _FINE, _OF_COLUMN, _RUN)
+        )
         row_RC, column_RC = (
             tile * _ROWS + plgpu.broadcasted_iota(jnp.int32, (_ROWS, _ROWS), axis, layout=_WGMMA)
             for axis, tile in enumerate((self._wg, column))
         )
         seen_RC = (_down(self._run_R) == _across(run_C)) & (self._direction * (row_RC - column_RC) >= 0)
-        log_RC = self._direction * (_down(self._log_R) - _across(log_C)) + _down(self._weight_R) + _across(weight_C)
+        between_RC = (_down(self._coarse_R) - _across(coarse_C)) + (_down(self._fine_R) - _across(fine_C))
+        log_RC = self._direction * between_RC + _down(self._weight_R) + _across(weight_C)
         return jnp.exp(jnp.where(seen_RC, log_RC, -jnp.inf))
 
     def ones(self, column):

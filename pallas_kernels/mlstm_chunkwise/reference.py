@@ -1,6 +1,6 @@
 """Plain JAX mLSTM: what each chunk writes, the states between chunks, then all read-outs at once.
 
-Within a chunk of L positions, b is the running sum of f (log forget gates) and a_j = b_L - b_j + i_j the log weight
+Within a chunk of L positions, b is the running sum of f (log forget gates, in two parts: `sums`) and a_j = b_L - b_j + i_j the log weight
 with which token j reaches the end of the chunk. A position t reads
 
     the state that entered the chunk, with log weight b_t + m, and each token j <= t, with log weight b_t - b_j + i_j
@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.mlstm_chunkwise.state import MLSTMState
+from pallas_kernels.mlstm_chunkwise.sums import RunningSum
 from pallas_kernels.scans import running_max
 
 EPSILON = 1e-6
@@ -45,7 +46,7 @@ def mlstm_chunkwise(q_BSKX, k_BSKX, v_BSKY, i_BSK, f_BSK, state, segment_BS, chu
     q_nBKLX, k_nBKLX, v_nBKLY, i_nBKL, f_nBKL = map(split_heads, (q_BSKX, k_BSKX, v_BSKY, i_BSK, f_BSK))
     real_nBL, run_nBL = split(segment_BS != 0), split(segment_runs(segment_BS))
     # Padding forgets nothing, and is masked wherever it would write or read.
-    b_nBKL = jnp.cumsum(jnp.where(real_nBL[:, :, None], jax.nn.log_sigmoid(f_nBKL), 0), axis=-1)
+    b_nBKL = RunningSum.of(jnp.where(real_nBL[:, :, None], jax.nn.log_sigmoid(f_nBKL), 0))
     last_run_nB = running_max(jnp.max(run_nBL, axis=2).T).T
     run_mB = jnp.concatenate([jnp.zeros_like(last_run_nB[:1]), last_run_nB])
     entering_run_nB = run_mB[:-1]
@@ -53,7 +54,7 @@ def mlstm_chunkwise(q_BSKX, k_BSKX, v_BSKY, i_BSK, f_BSK, state, segment_BS, chu
     writes = jax.vmap(_chunk_writes)
     writes_n = writes(k_nBKLX, v_nBKLY, i_nBKL, b_nBKL, real_nBL, run_nBL, last_run_nB)
     first = MLSTMState(*(x.astype(dtype) for x in (state.c_BKXY, state.n_BKX, lax.stop_gradient(state.m_BK))))
-    entering_n, final = _chunk_states(first, writes_n, b_nBKL[..., -1], run_mB)
+    entering_n, final = _chunk_states(first, writes_n, b_nBKL.end, run_mB)
 
     # The S x L arrays are made again for the gradient; sums and norms are small, and kept.
     reads = jax.checkpoint(jax.vmap(_chunk_reads))
@@ -96,7 +97,7 @@ def segment_runs(segment_BS):
 def _chunk_writes(k_BKLX, v_BKLY, i_BKL, b_BKL, real_BL, run_BL, last_run_B):
     """What the last segment of a chunk adds to the memory at the chunk's end, in units of exp(m), and that m."""
     in_last_BL = real_BL & (run_BL == last_run_B[:, None])
-    a_BKL = jnp.where(in_last_BL[:, None], b_BKL[..., -1:] - b_BKL + i_BKL, -jnp.inf)
+    a_BKL = jnp.where(in_last_BL[:, None], b_BKL.to_end() + i_BKL, -jnp.inf)
     m_BK = _stabiliser(jnp.max(a_BKL, axis=-1))
     weighted_BKLX = jnp.exp(a_BKL - m_BK[..., None])[..., None] * k_BKLX
     return MLSTMState(_einsum("BKLX,BKLY->BKXY", weighted_BKLX, v_BKLY), weighted_BKLX.sum(axis=2), m_BK)
@@ -137,10 +138,12 @@ def _chunk_reads(entering, q_BKLX, k_BKLX, v_BKLY, i_BKL, b_BKL, real_BL, run_BL
 
     # What gates change in a weight they might as well change in the query or the key that it multiplies: their gradient
     # goes that way, and no array of L x L has to be summed along both axes for it.
-    q_BKLX, k_BKLX = _growing(q_BKLX, b_BKL), _growing(k_BKLX, i_BKL - b_BKL)
+    q_BKLX, k_BKLX = _growing(q_BKLX, b_BKL.fine), _growing(k_BKLX, i_BKL - b_BKL.fine)
     i_BKL, b_BKL = lax.stop_gradient((i_BKL, b_BKL))
-    memory_weight_BKL = jnp.where(from_memory_BL[:, None], b_BKL + entering.m_BK[..., None], -jnp.inf)
-    token_weight_BKLL = b_BKL[..., None] - b_BKL[..., None, :] + i_BKL[..., None, :]
+    memory_weight_BKL = jnp.where(
+        from_memory_BL[:, None], b_BKL.coarse + entering.m_BK[..., None] + b_BKL.fine, -jnp.inf
+    )
+    token_weight_BKLL = b_BKL.between() + i_BKL[..., None, :]
     token_weight_BKLL = jnp.where(within_BLL[:, None], token_weight_BKLL, -jnp.inf)
     m_BKL = _stabiliser(memory_weight_BKL, jnp.max(token_weight_BKLL, axis=-1))
 

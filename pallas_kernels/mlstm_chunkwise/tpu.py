@@ -7,7 +7,7 @@ writes out the memory that enters each chunk if a gradient is to follow, (S / L)
 Segments, padding and the sums over log forget gates never reach the kernels. They are in the log weights that XLA makes
 beforehand, -inf where something is not to be seen; with b the running sum of f in the chunk, and lane 0 for CARRY:
 
-    B      b_t                          I     i_t                          RUN   number of the segment, -1 for padding
+    COARSE, FINE  b_t, see `sums`       I     i_t                          RUN   number of the segment, -1 for padding
     ENTER  b_t, in the chunk's first segment, if it continues       WRITE  b_L - b_t + i_t, in the last segment
     CARRY  b_L, if one segment continues through the whole chunk
 
@@ -25,9 +25,10 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.mlstm_chunkwise.reference import EPSILON, segment_runs
 from pallas_kernels.mlstm_chunkwise.state import MLSTMState
+from pallas_kernels.mlstm_chunkwise.sums import RunningSum
 
 SUBLANES = 8
-B, I, RUN, ENTER, WRITE, CARRY = range(6)
+COARSE, FINE, I, RUN, ENTER, WRITE, CARRY = range(7)
 MINUS_INFINITY = float("-inf")
 LARGEST_CHUNK = 256
 
@@ -85,20 +86,20 @@ def _log_weights(i_BSK, f_BSK, segment_BS, L):
     entering_Bn = jnp.pad(last_Bn, ((0, 0), (1, 0)))[:, :-1]
     i_BKnL, f_BKnL = (chunks(array.astype(jnp.float32)) for array in (i_BSK, f_BSK))
     # Padding forgets nothing.
-    b_BKnL = jnp.cumsum(jnp.where(real_BnL[:, None], jax.nn.log_sigmoid(f_BKnL), 0.0), axis=-1)
-    end_BKn1 = b_BKnL[..., -1:]
+    b_BKnL = RunningSum.of(jnp.where(real_BnL[:, None], jax.nn.log_sigmoid(f_BKnL), 0.0))
     continues_BnL = real_BnL & (run_BnL == entering_Bn[..., None])
     in_last_BnL = real_BnL & (run_BnL == last_Bn[..., None])
     kinds = {
-        B: b_BKnL,
+        COARSE: b_BKnL.coarse,
+        FINE: b_BKnL.fine,
         I: i_BKnL,
         RUN: jnp.where(real_BnL, run_BnL, -1).astype(jnp.float32)[:, None],
-        ENTER: jnp.where(continues_BnL[:, None], b_BKnL, MINUS_INFINITY),
-        WRITE: jnp.where(in_last_BnL[:, None], end_BKn1 - b_BKnL + i_BKnL, MINUS_INFINITY),
-        CARRY: jnp.where((entering_Bn == last_Bn)[:, None, :, None], end_BKn1, MINUS_INFINITY),
+        ENTER: jnp.where(continues_BnL[:, None], b_BKnL.coarse + b_BKnL.fine, MINUS_INFINITY),
+        WRITE: jnp.where(in_last_BnL[:, None], b_BKnL.to_end() + i_BKnL, MINUS_INFINITY),
+        CARRY: jnp.where((entering_Bn == last_Bn)[:, None, :, None], b_BKnL.end[..., None], MINUS_INFINITY),
     }
-    stacked = [jnp.broadcast_to(kinds.get(kind, 0.0), b_BKnL.shape) for kind in range(SUBLANES)]
-    return jnp.stack(stacked, axis=3).reshape(-1, b_BKnL.shape[2], SUBLANES, L)
+    stacked = [jnp.broadcast_to(kinds.get(kind, 0.0), i_BKnL.shape) for kind in range(SUBLANES)]
+    return jnp.stack(stacked, axis=3).reshape(-1, i_BKnL.shape[2], SUBLANES, L)
 
 
 @jax.custom_vjp
@@ -267,13 +268,13 @@ def _backward_kernel(
 
     L = gates.shape[-1]
     column_1G = lax.broadcasted_iota(jnp.int32, (1, SUBLANES), 1)
-    columns = (B, _across(dweight_LL)), (ENTER, denter_L1), (WRITE, dwrite_L1)
+    columns = (FINE, _across(dweight_LL)), (ENTER, denter_L1), (WRITE, dwrite_L1)
     from_columns_LG = sum(jnp.where(column_1G == kind, column_L1, 0.0) for kind, column_L1 in columns)
     row_G1, lane_1L = (
         lax.broadcasted_iota(jnp.int32, shape, axis) for axis, shape in enumerate(((SUBLANES, 1), (1, L)))
     )
     earlier_1L = jnp.sum(dweight_LL, axis=0, keepdims=True)
-    from_rows_GL = jnp.where(row_G1 == I, earlier_1L, jnp.where(row_G1 == B, -earlier_1L, 0.0))
+    from_rows_GL = jnp.where(row_G1 == I, earlier_1L, jnp.where(row_G1 == FINE, -earlier_1L, 0.0))
     from_rows_GL += jnp.where((row_G1 == CARRY) & (lane_1L == 0), dcarry_11, 0.0)
     dgates[...] = from_columns_LG.T + from_rows_GL
 
@@ -300,7 +301,8 @@ class _Chunk:
 
         earlier_LL = lax.broadcasted_iota(jnp.int32, (L, L), 0) >= lax.broadcasted_iota(jnp.int32, (L, L), 1)
         seen_LL = earlier_LL & (column(RUN) == row(RUN)) & (column(RUN) >= 0.0)
-        log_token_LL = jnp.where(seen_LL, column(B) - row(B) + row(I), MINUS_INFINITY)
+        between_LL = (column(COARSE) - row(COARSE)) + (column(FINE) - row(FINE))
+        log_token_LL = jnp.where(seen_LL, between_LL + row(I), MINUS_INFINITY)
         log_memory_L1 = column(ENTER) + m_11
         unit_L1 = jnp.maximum(jnp.maximum(jnp.max(log_token_LL, axis=1, keepdims=True), log_memory_L1), 0.0)
         self.token_LL = jnp.exp(log_token_LL - unit_L1)

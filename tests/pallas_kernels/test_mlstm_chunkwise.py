@@ -7,7 +7,9 @@ import pytest
 from mlstm_chunkwise_suite import (
     LAYOUTS,
     MLSTMChunkwiseSuite,
+    Sizes,
     in_float64,
+    largest_error,
     parallel_form,
     random_inputs,
     random_layout,
@@ -15,6 +17,7 @@ from mlstm_chunkwise_suite import (
     run_numbers,
     segment_ids,
     truth,
+    with_gradients,
 )
 
 from pallas_kernels.mlstm_chunkwise import mlstm_chunkwise
@@ -29,6 +32,13 @@ class TestReference(MLSTMChunkwiseSuite):
     def test_float64_equals_the_recurrent_form(self, name, chunk):
         actual = in_float64(self.form(chunk), random_inputs(seed=1), segment_ids(LAYOUTS[name]))
         chex.assert_trees_all_close(actual, truth(name), rtol=1e-9, atol=1e-10)
+
+    @pytest.mark.parametrize("name", ["one_segment", "segments_inside_a_chunk"])
+    def test_a_chunk_of_128_is_as_precise_as_one_of_16(self, name):
+        """Though the sums that run through it are eight times as large."""
+        sizes = Sizes(scale=4)
+        actual = with_gradients(self.form(128), random_inputs(1, sizes), segment_ids(LAYOUTS[name], sizes))
+        assert largest_error(actual, truth(name, sizes)) < self.float32_bound
 
     @pytest.mark.parametrize("name", LAYOUTS)
     def test_the_recurrent_form_equals_the_parallel_form(self, name):
