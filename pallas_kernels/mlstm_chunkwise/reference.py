@@ -1,7 +1,7 @@
 """Plain JAX mLSTM: what each chunk writes, the states between chunks, then all read-outs at once.
 
-Within a chunk of L positions, b is the running sum of f (log forget gates, in two parts: `sums`) and a_j = b_L - b_j + i_j the log weight
-with which token j reaches the end of the chunk. A position t reads
+Within a chunk of L positions, b is the running sum of f (log forget gates; in two parts, see `sums`) and
+a_j = b_L - b_j + i_j the log weight with which token j reaches the end of the chunk. A position t reads
 
     the state that entered the chunk, with log weight b_t + m, and each token j <= t, with log weight b_t - b_j + i_j
 
