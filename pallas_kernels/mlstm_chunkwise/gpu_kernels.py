@@ -79,8 +79,11 @@ def _outer_products_kernel(a_ref, b_ref, weights_ref, matrix_ref, vector_ref, *,
         return acc_ref[...]
 
     matrix_ref[batch, head, chunk, :, columns] = pl.run_scoped(multiply, plgpu.ACC((KEY_DIM, _ROWS), jnp.float32))
-    plgpu.copy_smem_to_gmem(vector_smem, vector_ref.at[batch, head, chunk])
-    plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(lax.axis_index("columns") == 0)  # every block of the chunk has the same
+    def _():
+        plgpu.copy_smem_to_gmem(vector_smem, vector_ref.at[batch, head, chunk])
+        plgpu.wait_smem_to_gmem(0)
 
 
 @partial(jax.jit, static_argnums=6)
