@@ -52,7 +52,7 @@ def mlstm_chunkwise(
 
     Returns:
         The read-outs in the dtype of `v`, and the state after each row's last token that is not padding. Differentiable
-        in all float inputs; `m` takes and gives no gradient (see `MLSTMState`).
+        in all float inputs, kernels in reverse mode only; `m` takes and gives no gradient (see `MLSTMState`).
 
     Raises:
         BackendError: the back end is unknown or refuses the arguments.
