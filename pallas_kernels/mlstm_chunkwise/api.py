@@ -44,6 +44,7 @@ def mlstm_chunkwise(
         q_BSKX: queries, already scaled by 1 / sqrt(X); any float dtype, like `k` and `v`.
         k_BSKX, v_BSKY: what each token writes.
         i_BSK, f_BSK: gates before their activation: `i` is the log of a weight, `f` goes through log sigmoid here.
+            Log sigmoids that sum to less than -4,096 in a chunk cost precision after them; `f` of -inf gives NaN.
         state: the memory that the first segment of each row continues; None is the empty one.
         segment_BS: document of each position. The memory restarts where it changes; 0 is padding, which leaves the
             memory alone and reads 0.
