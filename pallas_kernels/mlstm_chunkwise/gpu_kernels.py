@@ -1,9 +1,9 @@
 """The kernels of `gpu`, in Pallas Mosaic GPU: what happens within a chunk of one head.
 
-Products are of float32 numbers split into pieces of bfloat16, which the tensor cores multiply exactly and add up in
-float32. Each of a thread block's two warpgroups has half of the chunk's rows. The row operand of a product is in
-registers, the other one in shared memory, loaded, split and stored by both warpgroups and read by both. A thread block
-fills a multiprocessor's shared memory, so loads wait for nothing but each other.
+Products are of float32 numbers, in pieces of bfloat16 (`bf16_pieces`). Each of a thread block's two warpgroups has half
+of the chunk's rows. The row operand of a product is in registers, the other one in shared memory, loaded, split and
+stored by both warpgroups and read by both. A thread block fills a multiprocessor's shared memory, so loads wait for
+nothing but each other.
 """
 
 from functools import partial
@@ -14,12 +14,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.bf16_pieces import PIECES, pairs, split
+
 KEY_DIM, VALUE_DIM = 64, 128  # X and Y: of the scorer of a model with heads of 128
 _ROWS = 64  # of a wgmma
 CHUNK = 2 * _ROWS
 FORWARDS, BACKWARDS = 1, -1
 """In time: which way columns lie that a row sees."""
-_PIECES = 3  # of 8 bits: as many as float32 has
 _TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 _WGMMA = plgpu.Layout.WGMMA
 _COLUMN, _ROW = _WGMMA.reduce(1), _WGMMA.reduce(0)  # one value for each row, each column
@@ -43,7 +44,7 @@ def outer_products(a_BSKX, b_BSKY, matrix_weight_BKnL, vector_weight_BKnL):
     """Of every chunk, the weighted sums of a b^T and of a: [B, K, n, X, Y] and [B, K, n, X]."""
     B, S, K, _ = a_BSKX.shape
     shape, f32 = (B, K, S // CHUNK, KEY_DIM), jnp.float32
-    pieces = plgpu.SMEM((_PIECES, CHUNK, _ROWS), jnp.bfloat16, transforms=_TILED)
+    pieces = plgpu.SMEM((PIECES, CHUNK, _ROWS), jnp.bfloat16, transforms=_TILED)
     with jax.enable_x64(False):  # else the kernel's indices are of 64 bits, which Mosaic GPU does not take
         return plgpu.kernel(
             _outer_products_kernel,
@@ -74,7 +75,7 @@ def _outer_products_kernel(a_ref, b_ref, weights_ref, matrix_ref, vector_ref, *,
     plgpu.commit_smem()
 
     def multiply(acc_ref):
-        for a, b in _PRODUCTS:
+        for a, b in pairs():
             plgpu.wgmma(acc_ref, a_smem.at[a].transpose((1, 0)), b_smem.at[b])
         return acc_ref[...]
 
@@ -109,7 +110,7 @@ def _to_values_kernel(
     here, of_chunk = (batch, _rows(chunk, wg), head), (batch, head, chunk)
     a_RX = _load(a_ref.at[here])
     _stage((b_ref.at[here], e_ref.at[here], matrix_ref.at[of_chunk]), (b_smem, e_smem, matrix_smem), staged)
-    a, rows = _pieces(a_RX), _Rows(gates_ref.at[of_chunk], wg, direction)
+    a, rows = split(a_RX), _Rows(gates_ref.at[of_chunk], wg, direction)
     vector_X = _load(vector_ref.at[of_chunk], _ROW)
     out_RY = _plus(_zeros(VALUE_DIM), a, lambda p: matrix_smem.at[p]) * _down(rows.memory_R, VALUE_DIM)
     total_R = rows.memory_R * (a_RX * _across(vector_X)).sum(axis=1)
@@ -118,7 +119,7 @@ def _to_values_kernel(
         out_RY, total_R = carry
         s_RC = _plus(_zeros(_ROWS), a, lambda p: b_smem.at[p, column].transpose((1, 0)))
         s_RC *= rows.weights(column)
-        out_RY = _plus(out_RY, _pieces(s_RC), lambda p: e_smem.at[p, column])
+        out_RY = _plus(out_RY, split(s_RC), lambda p: e_smem.at[p, column])
         return out_RY, total_R + s_RC.sum(axis=1)
 
     out_ref[here], total_smem[wg] = rows.over_columns(tile, (out_RY, total_R))
@@ -145,7 +146,7 @@ def _to_keys_kernel(
     here, of_chunk = (batch, _rows(chunk, wg), head), (batch, head, chunk)
     a_RY = _load(a_ref.at[here])
     _stage((b_ref.at[here], e_ref.at[here], matrix_ref.at[of_chunk]), (b_smem, e_smem, matrix_smem), staged)
-    a, rows = _pieces(a_RY), _Rows(gates_ref.at[of_chunk], wg, direction)
+    a, rows = split(a_RY), _Rows(gates_ref.at[of_chunk], wg, direction)
     out_RX = _down(rows.ones_R) * _across(_load(vector_ref.at[of_chunk], _ROW))
     out_RX = _plus(out_RX, a, lambda p: matrix_smem.at[p].transpose((1, 0))) * _down(rows.memory_R)
 
@@ -153,7 +154,7 @@ def _to_keys_kernel(
         ones_RC = rows.ones(column)
         s_RC = _plus(ones_RC, a, lambda p: b_smem.at[p, column].transpose((1, 0)))
         s_RC *= rows.weights(column)
-        return _plus(out_RX, _pieces(s_RC), lambda p: e_smem.at[p, column])
+        return _plus(out_RX, split(s_RC), lambda p: e_smem.at[p, column])
 
     out_ref[here] = rows.over_columns(tile, out_RX)
 
@@ -163,7 +164,7 @@ def _call(kernel, out_type, scratch, a_BSKA, b_BSKA, e_BSKE, matrix_BKnXY, vecto
     (B, S, K, A), E = b_BSKA.shape, e_BSKE.shape[-1]
 
     def pieces(*shape):
-        return plgpu.SMEM((_PIECES, *shape), jnp.bfloat16, transforms=_TILED)
+        return plgpu.SMEM((PIECES, *shape), jnp.bfloat16, transforms=_TILED)
 
     with jax.enable_x64(False):  # else the kernel's indices are of 64 bits, which Mosaic GPU does not take
         return plgpu.kernel(
@@ -214,24 +215,8 @@ def _stage(refs, smems, staged):
 
 
 def _store(x, smem, *place):
-    for p, piece in enumerate(_pieces(x)):
+    for p, piece in enumerate(split(x)):
         smem[p, *place] = piece
-
-
-def _pieces(x):
-    """Numbers of bfloat16 that add up to x, but for what the last one rounds away."""
-    pieces = []
-    for _ in range(_PIECES - 1):
-        # By its bits: compilers that may keep excess precision take a conversion and back for nothing.
-        rounded = lax.bitcast_convert_type(x, jnp.int32) + 0x8000 & -0x10000
-        piece = lax.bitcast_convert_type(rounded, jnp.float32)
-        pieces.append(piece.astype(jnp.bfloat16))
-        x = x - piece
-    return [*pieces, x.astype(jnp.bfloat16)]
-
-
-_PRODUCTS = sorted(((a, b) for a in range(_PIECES) for b in range(_PIECES - a)), key=sum, reverse=True)
-"""Which pieces are multiplied, the smallest first: the others are less than a rounding."""
 
 
 def _plus(x, a, b):
@@ -241,7 +226,7 @@ def _plus(x, a, b):
     """
 
     def multiply(acc_ref):
-        for i, j in _PRODUCTS:
+        for i, j in pairs():
             plgpu.wgmma(acc_ref, a[i], b(j))
 
     return pl.run_state(multiply)(plgpu.ACC.init(x))

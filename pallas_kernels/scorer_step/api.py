@@ -12,7 +12,7 @@ from pallas_kernels.scorer_step.weights import ScorerWeights, age_decay, unit_rm
 __all__ = ["ScorerWeights", "age_decay", "scorer_step", "unit_rms"]
 
 _BACKENDS = {
-    "gpu": Backend(gpu.scorer_step, "gpu", gpu.refuses, gpu.pays),
+    "gpu": Backend(gpu.scorer_step, "gpu", gpu.refuses),
     "reference": Backend(reference.scorer_step),
 }
 _WEIGHTS = ScorerWeights("KIX", "KIX", "KIY", "E2K", "2K", "KY", "K", "K")  # type: ignore[arg-type]

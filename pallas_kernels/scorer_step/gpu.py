@@ -1,10 +1,10 @@
-"""`scorer_step` for Hopper GPUs, in Pallas Mosaic GPU: two kernels where XLA makes a dozen launches.
+"""`scorer_step` for Hopper GPUs, in Pallas Mosaic GPU: two kernels where XLA makes a dozen launches or two.
 
-The first multiplies. Its thread blocks are (slice, KV head, rows): each has an eighth of the columns of the head's
-query, key and value map in registers, for up to four rows of the batch, so that one row is spread over the card and a
-batch reads the maps few times. The gates read the layer's whole input, which is cut into tiles of 64 among the same
-blocks; each leaves its share of all gates. The leaving token's rows are where the ring says, three loads that wait for
-each other: the first two are under those of maps and gates, the last under the work on the new token.
+The first multiplies; the one here is for up to four rows, that of `gpu_many` for more. Its thread blocks are (slice, KV
+head): each has an eighth of the columns of the head's query, key and value map in registers, so that one row is spread
+over the card and a few read the maps once. The gates read the layer's whole input, which is cut into tiles of 64 among
+the same blocks; each leaves its share of all gates. The leaving token's rows are where the ring says, three loads that
+wait for each other: the first two are under those of maps and gates, the last under the work on the new token.
 
 The second, a thread block for each row and head, adds up those shares and has the memory in registers once: it forgets,
 writes, reads and ranks. Memory, normaliser and stabiliser are `Ref`s, which JAX lowers to aliased outputs.
@@ -24,10 +24,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.backend import mosaic_gpu_is_missing
 from pallas_kernels.mlstm_chunkwise.reference import EPSILON
 from pallas_kernels.mlstm_chunkwise.state import MLSTMState
+from pallas_kernels.scorer_step import gpu_many
 from pallas_kernels.scorer_step.weights import ROOT_EPSILON
 
 _SLICES = 8  # of the columns of each map: at least 8 of 64 are left, which is a sector of memory
-_ROWS = 4  # of a thread block of the first kernel
+_ROWS = 4  # at most, of the first kernel: it is unrolled over them
 _TILE = 64  # inputs of the gates that are read at once: the rows of a WGMMA tile
 _LARGEST = 8192  # entries of a memory: 64 registers of each thread, and as many for what is added to it
 _WGMMA = plgpu.Layout.WGMMA
@@ -53,11 +54,6 @@ def refuses(weights, state, hidden_BE, k_BKD, v_BKD, leaving, soft_cap, decay_ma
     return None
 
 
-def pays(weights, state, hidden_BE, k_BKD, v_BKD, leaving, soft_cap, decay_max) -> bool:
-    """Whether "auto" is to prefer it: for few rows, where launches are most of the time. At 32 no gain was seen."""
-    return hidden_BE.shape[0] <= _ROWS
-
-
 @partial(jax.jit, static_argnums=(6, 7))  # lowering takes seconds: once for all layers of a model, not once for each
 def scorer_step(weights, state, hidden_BE, k_BKD, v_BKD, leaving, soft_cap, decay_max):
     """See `api.scorer_step`."""
@@ -68,10 +64,22 @@ def scorer_step(weights, state, hidden_BE, k_BKD, v_BKD, leaving, soft_cap, deca
     bias_G = jnp.pad(weights.gate_bias_2K.reshape(-1), (0, pad))
     c_ref, n_ref, m_ref = (jax.new_ref(x) for x in (state.c_BKXY, state.n_BKX, state.m_BK))
     with jax.enable_x64(False):  # else the kernels' indices are of 64 bits, which Mosaic GPU does not take
-        *written, shares_BPG = _multiply(hidden_BE, k_BKD, v_BKD, leaving, weights, gates_EG)
+        if hidden_BE.shape[0] <= _ROWS:
+            *written, shares_BPG = _multiply(hidden_BE, k_BKD, v_BKD, leaving, weights, gates_EG)
+            shares = K * _SLICES
+        else:
+            written, shares_BPG = gpu_many.multiply(k_BKD, v_BKD, leaving, weights), _gates(hidden_BE, gates_EG)
+            shares = _TILE
         memory = c_ref, n_ref, m_ref
-        priority_BK = _remember(*memory, *written, shares_BPG, bias_G, weights, leaving, soft_cap, decay_max)
+        priority_BK = _remember(*memory, *written, shares_BPG, shares, bias_G, weights, leaving, soft_cap, decay_max)
     return MLSTMState(c_ref[...], n_ref[...], m_ref[...]), priority_BK
+
+
+def _gates(hidden_BE, gates_EG):
+    """As many shares of the gates [B, 64, G]: a product for each, and none of them waits to be added up."""
+    hidden_BPE = hidden_BE.reshape(hidden_BE.shape[0], _TILE, -1).astype(jnp.float32)
+    gates_PEG = gates_EG.reshape(_TILE, -1, gates_EG.shape[1])
+    return jnp.einsum("BPE,PEG->BPG", hidden_BPE, gates_PEG, precision=lax.Precision.HIGHEST)
 
 
 def _multiply(hidden_BE, k_BKD, v_BKD, leaving, weights, gates_EG):
@@ -82,14 +90,13 @@ def _multiply(hidden_BE, k_BKD, v_BKD, leaving, weights, gates_EG):
     B, K, _ = k_BKD.shape
     X, Y, G = weights.q_KIX.shape[2], weights.v_KIY.shape[2], gates_EG.shape[1]
     P = pl.cdiv(K * _SLICES, _TILE) * _TILE
-    rows = next(n for n in range(_ROWS, 0, -1) if B % n == 0)
     f32 = jnp.float32
     return plgpu.kernel(
-        partial(_multiply_kernel, rows=rows),
+        _multiply_kernel,
         out_type=tuple(jax.ShapeDtypeStruct(shape, f32) for shape in ((B, K, X), (B, K, X), (B, K, Y), (B, P, G))),
         scratch_types=[plgpu.SMEM((n,), f32) for n in (X // _SLICES, X // _SLICES, Y // _SLICES, G)],
-        grid=(_SLICES, K, B // rows),
-        grid_names=("slice", "head", "rows"),
+        grid=(_SLICES, K),
+        grid_names=("slice", "head"),
         kernel_name="scorer_step_multiply",
     )(
         hidden_BE, k_BKD, v_BKD, leaving.arriving_B, leaving.k_BKCD, leaving.v_BKCD, leaving.position_BKC,
@@ -99,9 +106,9 @@ def _multiply(hidden_BE, k_BKD, v_BKD, leaving, weights, gates_EG):
 
 def _multiply_kernel(
     hidden_ref, k_ref, v_ref, arriving_ref, k_cache_ref, v_cache_ref, position_ref, ring_ref, q_map_ref, k_map_ref,
-    v_map_ref, gates_ref, q_out_ref, k_out_ref, v_out_ref, shares_ref, q_smem, k_smem, v_smem, gates_smem, *, rows,
+    v_map_ref, gates_ref, q_out_ref, k_out_ref, v_out_ref, shares_ref, q_smem, k_smem, v_smem, gates_smem,
 ):  # fmt: skip
-    part, head, first = lax.axis_index("slice"), lax.axis_index("head"), lax.axis_index("rows") * rows
+    part, head, rows = lax.axis_index("slice"), lax.axis_index("head"), range(k_ref.shape[0])
     blocks, block = k_ref.shape[1] * _SLICES, head * _SLICES + part
     D, slots, window = k_ref.shape[2], position_ref.shape[2], ring_ref.shape[2]
     E, G = gates_ref.shape
@@ -116,12 +123,11 @@ def _multiply_kernel(
     def product(x, of_map):
         return (_down(x[0], of_map[0]) + _down(x[1], of_map[1])).sum(axis=0)
 
-    arriving = [arriving_ref[first + i] for i in range(rows)]
+    arriving = [arriving_ref[row] for row in rows]
     q_map, k_map, v_map = ([half(ref, 0), half(ref, 1)] for ref in (q_map_ref, k_map_ref, v_map_ref))
-    ring = [ring_ref[first + i, head, lax.rem(p, jnp.int32(window))] for i, p in enumerate(arriving)]
+    ring = [ring_ref[row, head, lax.rem(p, jnp.int32(window))] for row, p in enumerate(arriving)]
 
-    for i in range(rows):
-        row = first + i
+    for row in rows:
         token = [_row(ref.at[row, head]) for ref in (k_ref, v_ref)]
 
         def tile(t, share_TG, row=row):
@@ -132,7 +138,7 @@ def _multiply_kernel(
         none_TG = plgpu.layout_cast(jnp.zeros((_TILE, G), jnp.float32), _WGMMA)
         tiles = pl.cdiv(jnp.maximum(E // _TILE - block, 0), blocks)
         gates_smem[...] = lax.fori_loop(jnp.int32(0), tiles, tile, none_TG).sum(axis=0)
-        slot, leaving = jnp.minimum(ring[i], slots - 1), arriving[i] - window
+        slot, leaving = jnp.minimum(ring[row], slots - 1), arriving[row] - window
         held = (leaving >= 0) & (position_ref[row, head, slot] == leaving)
         left = [_row(ref.at[row, head, slot]) for ref in (k_cache_ref, v_cache_ref)]
         x = [_unit_rms(half_row) for half_row in token]
@@ -147,12 +153,16 @@ def _multiply_kernel(
         plgpu.wait_smem_to_gmem(0)
 
 
-def _remember(c_ref, n_ref, m_ref, q_BKX, k_BKX, v_BKY, shares_BPG, bias_G, weights, leaving, soft_cap, decay_max):
-    """Moves the memory on in place, and gives the leaving token's priority [B, K]."""
+def _remember(
+    c_ref, n_ref, m_ref, q_BKX, k_BKX, v_BKY, shares_BPG, shares, bias_G, weights, leaving, soft_cap, decay_max
+):
+    """Moves the memory on in place, and gives the leaving token's priority [B, K]. `shares` of P are there."""
     B, K, X = q_BKX.shape
     f32 = jnp.float32
     return plgpu.kernel(
-        partial(_remember_kernel, window=leaving.ring_BKW.shape[2], soft_cap=soft_cap, decay_max=decay_max),
+        partial(
+            _remember_kernel, shares=shares, window=leaving.ring_BKW.shape[2], soft_cap=soft_cap, decay_max=decay_max
+        ),
         out_type=jax.ShapeDtypeStruct((B, K), f32),
         scratch_types=[plgpu.SMEM((n,), f32) for n in (bias_G.shape[0], bias_G.shape[0], X, 8, v_BKY.shape[2])],
         grid=(K, B),
@@ -166,7 +176,7 @@ def _remember(c_ref, n_ref, m_ref, q_BKX, k_BKX, v_BKY, shares_BPG, bias_G, weig
 
 def _remember_kernel(
     c_ref, n_ref, m_ref, q_ref, k_ref, v_ref, shares_ref, bias_ref, out_ref, out_bias_ref, log_decay_ref, arriving_ref,
-    priority_ref, input_smem, forget_smem, n_smem, norm_smem, h_smem, *, window, soft_cap, decay_max,
+    priority_ref, input_smem, forget_smem, n_smem, norm_smem, h_smem, *, shares, window, soft_cap, decay_max,
 ):  # fmt: skip
     head, row = lax.axis_index("head"), lax.axis_index("row")
     (_, heads, X, Y), here = c_ref.shape, (row, head)
@@ -180,7 +190,7 @@ def _remember_kernel(
     c_XY = plgpu.load(c_ref.at[here], layout=_WGMMA, optimized=False)
 
     block_PG = plgpu.broadcasted_iota(jnp.int32, shares_PG.shape, 0, layout=_WGMMA)
-    raw_G = jnp.where(block_PG < heads * _SLICES, shares_PG, 0.0).sum(axis=0) + bias_G
+    raw_G = jnp.where(block_PG < shares, shares_PG, 0.0).sum(axis=0) + bias_G
     gate_G = soft_cap * jnp.tanh(raw_G / soft_cap)
     input_smem[...] = gate_G
     forget_smem[...] = _log_sigmoid(gate_G)
