@@ -1,10 +1,11 @@
 """`scorer_step` for Hopper GPUs, in Pallas Mosaic GPU: two kernels where XLA makes a dozen launches or two.
 
-The first multiplies; the one here is for up to four rows, that of `gpu_many` for more. Its thread blocks are (slice, KV
-head): each has an eighth of the columns of the head's query, key and value map in registers, so that one row is spread
-over the card and a few read the maps once. The gates read the layer's whole input, which is cut into tiles of 64 among
-the same blocks; each leaves its share of all gates. The leaving token's rows are where the ring says, three loads that
-wait for each other: the first two are under those of maps and gates, the last under the work on the new token.
+The first multiplies; the one here is for few rows, that of `gpu_many` for more. Its thread blocks are (slice, KV head,
+rows): each has an eighth of the columns of the head's query, key and value map in registers, for up to four rows, so
+that one row is spread over the card and several read the maps once. The gates read the layer's whole input, which is
+cut into tiles of 64 among the same blocks; each leaves its share of all gates. The leaving token's rows are where the
+ring says, three loads that wait for each other: the first two are under those of maps and gates, the last under the
+work on the new token.
 
 The second, a thread block for each row and head, adds up those shares and has the memory in registers once: it forgets,
 writes, reads and ranks. Memory, normaliser and stabiliser are `Ref`s, which JAX lowers to aliased outputs.
@@ -28,7 +29,8 @@ from pallas_kernels.scorer_step import gpu_many
 from pallas_kernels.scorer_step.weights import ROOT_EPSILON
 
 _SLICES = 8  # of the columns of each map: at least 8 of 64 are left, which is a sector of memory
-_ROWS = 4  # at most, of the first kernel: it is unrolled over them
+_FEW = 16  # rows of a batch: from where on its products take less on the tensor cores lies between this and 32
+_ROWS = 4  # at most, of a thread block of the first kernel
 _TILE = 64  # inputs of the gates that are read at once: the rows of a WGMMA tile
 _LARGEST = 8192  # entries of a memory: 64 registers of each thread, and as many for what is added to it
 _WGMMA = plgpu.Layout.WGMMA
@@ -64,7 +66,7 @@ def scorer_step(weights, state, hidden_BE, k_BKD, v_BKD, leaving, soft_cap, deca
     bias_G = jnp.pad(weights.gate_bias_2K.reshape(-1), (0, pad))
     c_ref, n_ref, m_ref = (jax.new_ref(x) for x in (state.c_BKXY, state.n_BKX, state.m_BK))
     with jax.enable_x64(False):  # else the kernels' indices are of 64 bits, which Mosaic GPU does not take
-        if hidden_BE.shape[0] <= _ROWS:
+        if hidden_BE.shape[0] <= _FEW:
             *written, shares_BPG = _multiply(hidden_BE, k_BKD, v_BKD, leaving, weights, gates_EG)
             shares = K * _SLICES
         else:
@@ -90,13 +92,14 @@ def _multiply(hidden_BE, k_BKD, v_BKD, leaving, weights, gates_EG):
     B, K, _ = k_BKD.shape
     X, Y, G = weights.q_KIX.shape[2], weights.v_KIY.shape[2], gates_EG.shape[1]
     P = pl.cdiv(K * _SLICES, _TILE) * _TILE
+    rows = next(n for n in range(_ROWS, 0, -1) if B % n == 0)
     f32 = jnp.float32
     return plgpu.kernel(
-        _multiply_kernel,
+        partial(_multiply_kernel, rows=rows),
         out_type=tuple(jax.ShapeDtypeStruct(shape, f32) for shape in ((B, K, X), (B, K, X), (B, K, Y), (B, P, G))),
         scratch_types=[plgpu.SMEM((n,), f32) for n in (X // _SLICES, X // _SLICES, Y // _SLICES, G)],
-        grid=(_SLICES, K),
-        grid_names=("slice", "head"),
+        grid=(_SLICES, K, B // rows),
+        grid_names=("slice", "head", "rows"),
         kernel_name="scorer_step_multiply",
     )(
         hidden_BE, k_BKD, v_BKD, leaving.arriving_B, leaving.k_BKCD, leaving.v_BKCD, leaving.position_BKC,
@@ -106,9 +109,9 @@ def _multiply(hidden_BE, k_BKD, v_BKD, leaving, weights, gates_EG):
 
 def _multiply_kernel(
     hidden_ref, k_ref, v_ref, arriving_ref, k_cache_ref, v_cache_ref, position_ref, ring_ref, q_map_ref, k_map_ref,
-    v_map_ref, gates_ref, q_out_ref, k_out_ref, v_out_ref, shares_ref, q_smem, k_smem, v_smem, gates_smem,
+    v_map_ref, gates_ref, q_out_ref, k_out_ref, v_out_ref, shares_ref, q_smem, k_smem, v_smem, gates_smem, *, rows,
 ):  # fmt: skip
-    part, head, rows = lax.axis_index("slice"), lax.axis_index("head"), range(k_ref.shape[0])
+    part, head, first = lax.axis_index("slice"), lax.axis_index("head"), lax.axis_index("rows") * rows
     blocks, block = k_ref.shape[1] * _SLICES, head * _SLICES + part
     D, slots, window = k_ref.shape[2], position_ref.shape[2], ring_ref.shape[2]
     E, G = gates_ref.shape
@@ -123,11 +126,12 @@ def _multiply_kernel(
     def product(x, of_map):
         return (_down(x[0], of_map[0]) + _down(x[1], of_map[1])).sum(axis=0)
 
-    arriving = [arriving_ref[row] for row in rows]
+    arriving = [arriving_ref[first + i] for i in range(rows)]
     q_map, k_map, v_map = ([half(ref, 0), half(ref, 1)] for ref in (q_map_ref, k_map_ref, v_map_ref))
-    ring = [ring_ref[row, head, lax.rem(p, jnp.int32(window))] for row, p in enumerate(arriving)]
+    ring = [ring_ref[first + i, head, lax.rem(p, jnp.int32(window))] for i, p in enumerate(arriving)]
 
-    for row in rows:
+    for i in range(rows):
+        row = first + i
         token = [_row(ref.at[row, head]) for ref in (k_ref, v_ref)]
 
         def tile(t, share_TG, row=row):
@@ -138,7 +142,7 @@ def _multiply_kernel(
         none_TG = plgpu.layout_cast(jnp.zeros((_TILE, G), jnp.float32), _WGMMA)
         tiles = pl.cdiv(jnp.maximum(E // _TILE - block, 0), blocks)
         gates_smem[...] = lax.fori_loop(jnp.int32(0), tiles, tile, none_TG).sum(axis=0)
-        slot, leaving = jnp.minimum(ring[row], slots - 1), arriving[row] - window
+        slot, leaving = jnp.minimum(ring[i], slots - 1), arriving[i] - window
         held = (leaving >= 0) & (position_ref[row, head, slot] == leaving)
         left = [_row(ref.at[row, head, slot]) for ref in (k_cache_ref, v_cache_ref)]
         x = [_unit_rms(half_row) for half_row in token]

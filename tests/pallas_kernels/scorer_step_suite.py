@@ -37,8 +37,9 @@ class Case:
 CASES = {
     "six_rows_of_two_heads": Case(batch=6, heads=2, hidden=1088, dtype="float32"),
     "one_row_of_one_head": Case(batch=1, heads=1, hidden=64, dtype="bfloat16"),
-    "two_rows_of_nine_heads": Case(batch=2, heads=9, hidden=128, dtype="bfloat16"),
-    "nine_rows_of_one_head": Case(batch=9, heads=1, hidden=64, dtype="bfloat16"),
+    "nine_heads": Case(batch=1, heads=9, hidden=128, dtype="bfloat16"),
+    "seventeen_rows": Case(batch=17, heads=1, hidden=64, dtype="bfloat16"),
+    "seventeen_rows_in_float32": Case(batch=17, heads=1, hidden=64, dtype="float32"),
 }
 
 
