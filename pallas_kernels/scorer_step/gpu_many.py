@@ -28,7 +28,7 @@ def multiply(k_BKD, v_BKD, leaving, weights):
     B, K, D = k_BKD.shape
     X, Y = weights.q_KIX.shape[2], weights.v_KIY.shape[2]
     tiles, f32, bf16 = 2 * D // _L, jnp.float32, jnp.bfloat16
-    of_row = 1 if k_BKD.dtype == bf16 else PIECES
+    of_row = 1 if all(x.dtype == bf16 for x in (k_BKD, v_BKD, leaving.k_BKCD, leaving.v_BKCD)) else PIECES
     return plgpu.kernel(
         _kernel,
         out_type=tuple(jax.ShapeDtypeStruct((B, K, n), f32) for n in (X, X, Y)),
@@ -68,9 +68,9 @@ def _kernel(
         held = [(p >= window) & (position_ref[place] == p - window) for p, place in zip(arriving, places, strict=True)]
         stage(q_map_ref, columns, [[cache.at[place] for place in places] for cache in (k_cache_ref, v_cache_ref)], held)
 
-    token, every = [[ref.at[row, head] for row in rows] for ref in (k_ref, v_ref)], [first >= 0] * _W
-    pl.when(is_key)(lambda: stage(k_map_ref, columns - of_query, token, every))
-    pl.when(is_value)(lambda: stage(v_map_ref, columns - of_key, token, every))
+    token, all_held = [[ref.at[row, head] for row in rows] for ref in (k_ref, v_ref)], [first >= 0] * _W
+    pl.when(is_key)(lambda: stage(k_map_ref, columns - of_query, token, all_held))
+    pl.when(is_value)(lambda: stage(v_map_ref, columns - of_key, token, all_held))
     plgpu.commit_smem()
     tiles = map_smem.shape[0] // 2
     out_LW = sum(
