@@ -58,7 +58,7 @@ def outer_products(a_BSKX, b_BSKY, matrix_weight_BKnL, vector_weight_BKnL):
 
 def _outer_products_kernel(a_ref, b_ref, weights_ref, matrix_ref, vector_ref, *, a_smem, b_smem, vector_smem):
     batch, head, chunk = _place(a_ref.shape[2])
-    columns = pl.ds(pl.multiple_of(lax.axis_index("columns") * _ROWS, _ROWS), _ROWS)
+    columns = _half(lax.axis_index("columns"))
     halves = [pl.ds(half * _ROWS, _ROWS) for half in range(2)]
     rows = [_rows(chunk, half) for half in range(2)]
     # All in flight together.
@@ -105,9 +105,7 @@ def _to_values_kernel(
     a_ref, b_ref, e_ref, matrix_ref, vector_ref, gates_ref, out_ref, total_ref, *,
     b_smem, e_smem, matrix_smem, staged, total_smem, direction,
 ):  # fmt: skip
-    batch, head, chunk = _place(a_ref.shape[2])
-    wg = lax.axis_index("warpgroup")
-    here, of_chunk = (batch, _rows(chunk, wg), head), (batch, head, chunk)
+    here, of_chunk, wg = _own(a_ref.shape[2])
     a_RX = _load(a_ref.at[here])
     _stage((b_ref.at[here], e_ref.at[here], matrix_ref.at[of_chunk]), (b_smem, e_smem, matrix_smem), staged)
     a, rows = split(a_RX), _Rows(gates_ref.at[of_chunk], wg, direction)
@@ -124,8 +122,7 @@ def _to_values_kernel(
 
     out_ref[here], total_smem[wg] = rows.over_columns(tile, (out_RY, total_R))
     plgpu.commit_smem()
-    of_rows = pl.ds(pl.multiple_of(wg * _ROWS, _ROWS), _ROWS)
-    plgpu.copy_smem_to_gmem(total_smem.at[wg], total_ref.at[*of_chunk, of_rows])
+    plgpu.copy_smem_to_gmem(total_smem.at[wg], total_ref.at[*of_chunk, _half(wg)])
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -141,9 +138,7 @@ def _to_keys_kernel(
     a_ref, b_ref, e_ref, matrix_ref, vector_ref, gates_ref, out_ref, *,
     b_smem, e_smem, matrix_smem, staged, direction,
 ):  # fmt: skip
-    batch, head, chunk = _place(a_ref.shape[2])
-    wg = lax.axis_index("warpgroup")
-    here, of_chunk = (batch, _rows(chunk, wg), head), (batch, head, chunk)
+    here, of_chunk, wg = _own(a_ref.shape[2])
     a_RY = _load(a_ref.at[here])
     _stage((b_ref.at[here], e_ref.at[here], matrix_ref.at[of_chunk]), (b_smem, e_smem, matrix_smem), staged)
     a, rows = split(a_RY), _Rows(gates_ref.at[of_chunk], wg, direction)
@@ -192,6 +187,18 @@ def _place(heads):
     return batch, row - batch * heads, lax.axis_index("chunk")
 
 
+def _own(heads):
+    """Where a warpgroup's rows are in an array of all positions, where its chunk is, and which of the two it is."""
+    batch, head, chunk = _place(heads)
+    wg = lax.axis_index("warpgroup")
+    return (batch, _rows(chunk, wg), head), (batch, head, chunk), wg
+
+
+def _half(index):
+    """One of two stretches of 64: the rows of a warpgroup in a chunk, the columns of a tile, half of the values."""
+    return pl.ds(pl.multiple_of(index * _ROWS, _ROWS), _ROWS)
+
+
 def _rows(chunk, half):
     return pl.ds(pl.multiple_of(chunk * CHUNK + half * _ROWS, _ROWS), _ROWS)
 
@@ -204,7 +211,7 @@ def _stage(refs, smems, staged):
     """Brings a chunk's column operands and its memory into shared memory, in pieces: each warpgroup one half."""
     wg = lax.axis_index("warpgroup")
     (b_ref, e_ref, matrix_ref), (b_smem, e_smem, matrix_smem) = refs, smems
-    half = pl.ds(pl.multiple_of(wg * _ROWS, _ROWS), _ROWS)
+    half = _half(wg)
     loaded = _load(b_ref), _load(e_ref), _load(matrix_ref.at[:, half])  # all in flight together
     for smem, x in zip((b_smem, e_smem), loaded[:2], strict=True):
         _store(x, smem, wg)
@@ -270,10 +277,10 @@ class _Rows:
         return _down(self.ones_R) * _across(self._of_columns(_COLUMN_ONE, column))
 
     def _of_rows(self, kind):
-        return _load(self._gates_ref.at[kind, pl.ds(pl.multiple_of(self._wg * _ROWS, _ROWS), _ROWS)], _COLUMN)
+        return _load(self._gates_ref.at[kind, _half(self._wg)], _COLUMN)
 
     def _of_columns(self, kind, column):
-        return _load(self._gates_ref.at[kind, pl.ds(pl.multiple_of(column * _ROWS, _ROWS), _ROWS)], _ROW)
+        return _load(self._gates_ref.at[kind, _half(column)], _ROW)
 
 
 def _down(x_R, columns=_ROWS):

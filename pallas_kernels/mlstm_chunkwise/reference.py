@@ -140,9 +140,7 @@ def _chunk_reads(entering, q_BKLX, k_BKLX, v_BKLY, i_BKL, b_BKL, real_BL, run_BL
     # goes that way, and no array of L x L has to be summed along both axes for it.
     q_BKLX, k_BKLX = _growing(q_BKLX, b_BKL.fine), _growing(k_BKLX, i_BKL - b_BKL.fine)
     i_BKL, b_BKL = lax.stop_gradient((i_BKL, b_BKL))
-    memory_weight_BKL = jnp.where(
-        from_memory_BL[:, None], b_BKL.coarse + entering.m_BK[..., None] + b_BKL.fine, -jnp.inf
-    )
+    memory_weight_BKL = jnp.where(from_memory_BL[:, None], b_BKL.after(entering.m_BK), -jnp.inf)
     token_weight_BKLL = b_BKL.between() + i_BKL[..., None, :]
     token_weight_BKLL = jnp.where(within_BLL[:, None], token_weight_BKLL, -jnp.inf)
     m_BKL = _stabiliser(memory_weight_BKL, jnp.max(token_weight_BKLL, axis=-1))
